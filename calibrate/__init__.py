@@ -1,0 +1,1 @@
+"""Numbers in, numbers out: text windows, layer-wise replay, grids and the methods that choose codes and scales."""
