@@ -1,0 +1,88 @@
+"""A GGUF file as a lazy checkpoint: every tensor is dequantised by the `gguf` package when it is read.
+
+transformers' GGUF loading gives the configuration, the tokenizer and the names; only its tensor loop, which
+dequantises a whole model at once, is replaced by one that reads a tensor at a time.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from models.checkpoint import Checkpoint, TensorInfo
+from models.errors import BadInput
+from models.files import sha256
+
+
+class GgufFile(Checkpoint):
+    """One ``.gguf`` file. Tensors are given in fp32, named as transformers names them.
+
+    The tokenizer is rebuilt from the file into ``side_folder`` (``side_files`` needs real files to copy).
+
+    Raises:
+        BadInput: when the file is not a GGUF that transformers can map to a model.
+    """
+
+    def __init__(self, path: Path, side_folder: Path, name: str | None = None) -> None:
+        # Lazily: gguf and transformers cost seconds that a safetensors source need not pay.
+        from accelerate import init_empty_weights
+        from gguf import GGUFReader
+        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+
+        self.path, self.name = path, name or str(path)
+        self._side_folder = side_folder
+        if not path.is_file():
+            raise BadInput(f"{path}: expected a GGUF file, found no such file")
+        try:
+            reader = GGUFReader(path)
+            config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
+        except (ValueError, KeyError, IndexError, OSError, NotImplementedError) as error:
+            raise BadInput(f"{path}: expected a GGUF file of a model that transformers knows, found {error}") from error
+        architecture = bytes(reader.fields["general.architecture"].parts[-1]).decode()
+        config.architectures = None
+        with init_empty_weights():
+            model = AutoModelForCausalLM.from_config(config)
+        config.architectures = [type(model).__name__]
+        self.config = _plain(config.to_diff_dict())
+        self._processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
+        names = get_gguf_hf_weights_map(model, self._processor)
+        shapes = {k: tuple(v.shape) for k, v in model.state_dict().items()}
+        self._stored = {names[t.name]: t for t in reader.tensors if t.name in names}
+        self._unmapped = [t.name for t in reader.tensors if t.name not in names]
+        self.tensors = {name: TensorInfo(torch.float32, shapes[name]) for name in self._stored}
+
+    def read(self, name: str) -> torch.Tensor:
+        from gguf import dequantize
+
+        stored = self._stored[name]
+        weights = dequantize(stored.data, stored.tensor_type)
+        result = self._processor.process(weights=weights, name=stored.name)
+        # A copy: fp32 tensors come as a view of the read-only mapping.
+        return torch.from_numpy(result.weights.copy()).float()
+
+    @cached_property
+    def _sides(self) -> dict[str, Path]:
+        from transformers import AutoTokenizer
+
+        self._side_folder.mkdir(parents=True, exist_ok=True)
+        tokenizer = AutoTokenizer.from_pretrained(str(self.path.parent), gguf_file=self.path.name)
+        tokenizer.save_pretrained(self._side_folder)
+        return {p.name: p for p in sorted(self._side_folder.iterdir()) if p.is_file()}
+
+    def side_files(self) -> dict[str, Path]:
+        return self._sides
+
+    def skipped_files(self) -> dict[str, str]:
+        return {name: "a tensor that the model does not have" for name in self._unmapped}
+
+    def hashes(self) -> dict[str, str]:
+        return {self.path.name: sha256(self.path)}
+
+
+def _plain(config: dict[str, Any]) -> dict[str, Any]:
+    """Without the private keys, such as those that say where the file lay on this machine."""
+    return {k: v for k, v in config.items() if not k.startswith("_")}

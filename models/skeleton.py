@@ -1,0 +1,91 @@
+"""A transformers model without weights, filled a module at a time from a lazy checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from models.checkpoint import Checkpoint
+from models.errors import BadInput
+
+Reader = Callable[[str], torch.Tensor]
+
+
+def model_config(checkpoint: Checkpoint) -> PreTrainedConfig:
+    """The transformers configuration of a checkpoint (remote code in ``auto_map`` is never used).
+
+    Raises:
+        BadInput: when the configuration's values contradict each other.
+    """
+    values = {k: v for k, v in checkpoint.config.items() if k not in ("auto_map", "quantization_config")}
+    try:
+        return CONFIG_MAPPING[values["model_type"]].from_dict(values)
+    except (ValueError, TypeError, KeyError) as error:
+        raise BadInput(f"{checkpoint.name}: config.json: {error}") from error
+
+
+def skeleton(config: PreTrainedConfig, dtype: torch.dtype, attention: str = "sdpa") -> PreTrainedModel:
+    """The model with parameters on the meta device and real buffers (rotary frequencies are in no checkpoint)."""
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    return model.eval()
+
+
+def check_tensors(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
+    """Raises BadInput listing every tensor that is missing, unexpected or of another shape than the model's."""
+    expected = {name: tuple(p.shape) for name, p in model.state_dict().items()}
+    tied = set(model._tied_weights_keys or ()) if model.config.tie_word_embeddings else set()
+    problems = []
+    for name, shape in expected.items():
+        found = checkpoint.tensors.get(name)
+        if found is None:
+            if name not in tied:
+                problems.append(f"{checkpoint.name}: {name}: expected {list(shape)}, found no such tensor")
+        elif found.shape != shape:
+            problems.append(f"{checkpoint.name}: {name}: expected shape {list(shape)}, found {list(found.shape)}")
+    problems += [
+        f"{checkpoint.name}: {name}: the model has no such tensor" for name in checkpoint.tensors if name not in expected
+    ]
+    if problems:
+        raise BadInput(problems)
+
+
+def reader(checkpoint: Checkpoint, model: PreTrainedModel) -> Reader:
+    """Reads a parameter by the model's name for it; a tied one from the tensor that it is tied to."""
+    tied: dict[str, Any] = dict(model._tied_weights_keys or {})
+
+    def read(name: str) -> torch.Tensor:
+        if name not in checkpoint.tensors and name in tied:
+            name = tied[name]
+        return checkpoint.read(name)
+
+    return read
+
+
+def materialise(module: nn.Module, prefix: str, read: Reader, dtype: torch.dtype) -> None:
+    """Loads a module's own parameters, cast to ``dtype``; ``prefix`` is the module's full name."""
+    for name, _ in list(module.named_parameters()):
+        tensor = read(f"{prefix}.{name}" if prefix else name).to(dtype)
+        owner, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(owner), leaf, nn.Parameter(tensor, requires_grad=False))
+
+
+def release(module: nn.Module) -> None:
+    """Drops a module's parameters (buffers stay, they are small and in no checkpoint)."""
+    for name, parameter in list(module.named_parameters()):
+        owner, _, leaf = name.rpartition(".")
+        meta = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+        setattr(module.get_submodule(owner), leaf, meta)
+
+
+def load_model(checkpoint: Checkpoint, dtype: torch.dtype, attention: str = "sdpa") -> PreTrainedModel:
+    """The whole model in memory, weights cast to ``dtype``; the head shares the embedding when tied."""
+    model = skeleton(model_config(checkpoint), dtype, attention)
+    materialise(model, "", reader(checkpoint, model), dtype)
+    model.tie_weights()
+    return model

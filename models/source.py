@@ -1,0 +1,79 @@
+"""What a user may name as a model: a folder, a hub id, a ``.gguf`` file or ``package:NAME[/FILE.gguf]``."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from models.checkpoint import Checkpoint, Folder
+from models.errors import BadInput, EnvironmentProblem
+
+PACKAGE = "package:"
+HUB_PATTERNS = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.md", "LICENSE*", "NOTICE*", "*.tiktoken"]
+
+
+def open_source(
+    source: str,
+    *,
+    base: Path,
+    side_folder: Path,
+    revision: str | None = None,
+    allow_pickle: tuple[str, ...] = (),
+) -> Checkpoint:
+    """Opens a source without reading weights.
+
+    Args:
+        source: as in ``model.source``.
+        base: relative paths start here (the yaml's folder).
+        side_folder: where a GGUF's tokenizer is written.
+        revision: commit, tag or branch, for a hub id.
+        allow_pickle: names of pickled weight files that may be read.
+
+    Raises:
+        BadInput: when the source cannot be found or is damaged.
+        EnvironmentProblem: when a hub id cannot be reached and is not cached.
+    """
+    if source.startswith(PACKAGE):
+        from models.gguf import GgufFile
+
+        return GgufFile(_package_file(source), side_folder, name=source)
+    path = (base / source).expanduser()
+    if source.endswith(".gguf"):
+        from models.gguf import GgufFile
+
+        return GgufFile(path, side_folder, name=source)
+    if path.exists() or source.startswith((".", "/", "~")) or source.count("/") != 1:
+        return Folder(path, name=source, allow_pickle=allow_pickle)
+    return Folder(_snapshot(source, revision, allow_pickle), name=source, allow_pickle=allow_pickle)
+
+
+def _package_file(source: str) -> Path:
+    package, _, file = source.removeprefix(PACKAGE).partition("/")
+    spec = importlib.util.find_spec(package) if package.isidentifier() else None
+    if spec is None or not spec.submodule_search_locations:
+        raise EnvironmentProblem(f"{source}: no installed Python package {package!r}; install the one that ships it")
+    found = sorted(p for folder in spec.submodule_search_locations for p in Path(folder).rglob("*.gguf"))
+    if file:
+        found = [p for p in found if p.name == file]
+    if len(found) != 1:
+        names = ", ".join(p.name for p in found) or "none"
+        raise BadInput(f"{source}: expected one GGUF file in the package, found {names}")
+    return found[0]
+
+
+def _snapshot(source: str, revision: str | None, allow_pickle: tuple[str, ...]) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(
+            snapshot_download(source, revision=revision, allow_patterns=[*HUB_PATTERNS, *allow_pickle])
+        )
+    except HFValidationError as error:
+        raise BadInput(f"{source}: neither a folder nor a hub id ({error})") from error
+    except LocalEntryNotFoundError as error:
+        raise EnvironmentProblem(
+            f"{source}: there is no such folder, and the hub has not been reached (HF_HUB_OFFLINE set, or no network)"
+        ) from error
+    except HfHubHTTPError as error:
+        raise BadInput(f"{source}: the hub answered {error}") from error
