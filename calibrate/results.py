@@ -66,7 +66,7 @@ class Results:
             errors = json.loads(file.metadata()["errors"])
             keys = set(file.keys())
             linears = {
-                name: Quantized(*(file.get_tensor(k) if (k := f"{name}.{field}") in keys else None for field in FIELDS))
+                name: Quantized(**{f: file.get_tensor(f"{name}.{f}") for f in FIELDS if f"{name}.{f}" in keys})
                 for name in errors
             }
         return QuantizedLayer(linears, errors)

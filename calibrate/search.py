@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from calibrate.grid import Grid, LEVELS, MIDDLE, Quantized, grouped, range_parameters, with_codes
+from calibrate.grid import LEVELS, MIDDLE, Grid, Quantized, grouped, range_parameters, with_codes
 
 # Symmetric: from a third of the max-abs grid (outliers clipped hard) to a tenth above it (-8 reaches further than 7).
 SYMMETRIC_FACTORS = torch.linspace(0.32, 1.10, 96)

@@ -291,6 +291,12 @@ class Pipeline(Section):
         """Absolute folder of the intermediate results."""
         return resolve_path(self.work, self.folder)
 
+    def with_work(self, folder: Path) -> Pipeline:
+        """This pipeline with another work folder, relative to the current folder."""
+        other = self.model_copy(update={"work": str(folder.absolute())})
+        other._path = self._path
+        return other
+
     @property
     def source(self) -> str:
         """The model's source: an absolute path, or the hub id or `package:` name as it stands in the file."""

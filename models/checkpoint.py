@@ -213,9 +213,7 @@ def _headers(file: Path, problems: list[str]) -> dict[str, TensorInfo]:
     return infos
 
 
-def _index_problems(
-    path: Path, index: dict[str, str] | None, found: dict[str, str], already: list[str]
-) -> list[str]:
+def _index_problems(path: Path, index: dict[str, str] | None, found: dict[str, str], already: list[str]) -> list[str]:
     """Where the index and the shards disagree; a shard that could not be read is not reported again."""
     if index is None or already:
         return []
@@ -278,7 +276,8 @@ class Writer:
         if count == 1:
             self._temporary(0).rename(self.folder / "model.safetensors")
             return ["model.safetensors"]
-        files, weight_map = [], {}
+        files: list[str] = []
+        weight_map: dict[str, str] = {}
         for shard, names in enumerate(self._shards):
             file = f"model-{shard + 1:05d}-of-{count:05d}.safetensors"
             self._temporary(shard).rename(self.folder / file)

@@ -42,6 +42,9 @@ class Family:
         kept: linears of a decoder layer that stay in bf16, with the reason.
         fusions: which linears the checkpoint stores fused.
         fused_on_disk: whether the engines want quantised projections fused as in the source.
+        engine_splits: whether engines give fused projections their split names, so that a configuration which lists
+            quantised modules must list the split ones.
+        shards: linears that engines load as one; all of such a group are quantised, or none.
         layers, embedding, norm, head: module names.
     """
 
@@ -50,6 +53,11 @@ class Family:
     kept: Mapping[str, str] = field(default_factory=dict)
     fusions: tuple[Fusion, ...] = ()
     fused_on_disk: bool = False
+    engine_splits: bool = False
+    shards: tuple[tuple[str, ...], ...] = (
+        ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        ("mlp.gate_proj", "mlp.up_proj"),
+    )
     layers: str = "model.layers"
     embedding: str = "model.embed_tokens"
     norm: str = "model.norm"

@@ -49,7 +49,9 @@ def check_tensors(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
         elif found.shape != shape:
             problems.append(f"{checkpoint.name}: {name}: expected shape {list(shape)}, found {list(found.shape)}")
     problems += [
-        f"{checkpoint.name}: {name}: the model has no such tensor" for name in checkpoint.tensors if name not in expected
+        f"{checkpoint.name}: {name}: the model has no such tensor"
+        for name in checkpoint.tensors
+        if name not in expected
     ]
     if problems:
         raise BadInput(problems)

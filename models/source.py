@@ -42,7 +42,7 @@ def open_source(
         from models.gguf import GgufFile
 
         return GgufFile(path, side_folder, name=source)
-    if path.exists() or source.startswith((".", "/", "~")) or source.count("/") != 1:
+    if path.exists() or source.startswith((".", "/", "~")):
         return Folder(path, name=source, allow_pickle=allow_pickle)
     return Folder(_snapshot(source, revision, allow_pickle), name=source, allow_pickle=allow_pickle)
 
@@ -63,12 +63,10 @@ def _package_file(source: str) -> Path:
 
 def _snapshot(source: str, revision: str | None, allow_pickle: tuple[str, ...]) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(
-            snapshot_download(source, revision=revision, allow_patterns=[*HUB_PATTERNS, *allow_pickle])
-        )
+        return Path(snapshot_download(source, revision=revision, allow_patterns=[*HUB_PATTERNS, *allow_pickle]))
     except HFValidationError as error:
         raise BadInput(f"{source}: neither a folder nor a hub id ({error})") from error
     except LocalEntryNotFoundError as error:

@@ -86,7 +86,9 @@ class Spark2_5Config(PreTrainedConfig):
     def _check(self) -> None:
         problems = []
         if len(self.layer_types or ()) != self.num_hidden_layers:
-            problems.append(f"layer_types has {len(self.layer_types or ())} entries for {self.num_hidden_layers} layers")
+            problems.append(
+                f"layer_types has {len(self.layer_types or ())} entries for {self.num_hidden_layers} layers"
+            )
         for layer_type in sorted(set(self.layer_types or ())):
             if layer_type not in LAYER_TYPES:
                 problems.append(f"layer_types: expected one of {LAYER_TYPES}, found {layer_type!r}")
@@ -287,7 +289,7 @@ class Spark2_5Model(Spark2_5PreTrainedModel):
     def get_input_embeddings(self) -> nn.Module:
         return self.embedding
 
-    def set_input_embeddings(self, value: nn.Module) -> None:
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
         self.embedding = value
 
     def forward(

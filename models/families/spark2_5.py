@@ -19,4 +19,5 @@ FAMILY = Family(
     ),
     embedding="model.embedding",
     fused_on_disk=True,
+    engine_splits=True,
 )

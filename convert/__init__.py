@@ -1,0 +1,1 @@
+"""The front door: command line, configuration, run, work folder and device probe."""

@@ -1,0 +1,5 @@
+"""``python -m convert``."""
+
+from convert.cli import main
+
+main(prog_name="convert")

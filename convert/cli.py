@@ -1,0 +1,228 @@
+"""The command line. Nothing heavy is imported until a command runs, so that ``--help`` is instant."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+PATH = click.Path(path_type=Path)
+
+
+def reports_errors(command: Command) -> Command:
+    """Turns the errors meant for users into a message and an exit code; anything else is a bug and keeps its trace."""
+
+    @wraps(command)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return command(*args, **kwargs)
+        except (click.ClickException, click.Abort, click.exceptions.Exit):
+            raise
+        except Exception as error:
+            from models.errors import ConvertError
+            from models.files import environment_problem
+
+            known = error if isinstance(error, ConvertError) else environment_problem(error)
+            if known is None:
+                raise
+            for problem in known.problems:
+                click.echo(f"error: {problem}", err=True)
+            sys.exit(known.exit_code)
+
+    return cast(Command, wrapper)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(package_name="edge-convert")
+def main() -> None:
+    """Turns a Hugging Face causal language model into the weights that each class of edge device runs fastest, and
+    measures what each build lost.
+
+    \b
+    Example:
+      convert plan pipeline.yaml      what would happen
+      convert run pipeline.yaml       do it
+
+    Exit codes: 0 good, 1 a validation gate failed, 2 bad input or configuration, 3 the machine lacks something.
+    """
+
+
+@main.command()
+@click.argument("pipeline", type=PATH)
+@click.option("--only", multiple=True, metavar="TARGET", help="Only this target; may be given several times.")
+@click.option("--force", is_flag=True, help="Do every stage again, and take over an output folder of another run.")
+@click.option("--work", type=PATH, help="The work folder, instead of the file's.")
+@reports_errors
+def run(pipeline: Path, only: tuple[str, ...], force: bool, work: Path | None) -> None:
+    """Runs a pipeline: open, split, calibrate, export, validate.
+
+    A run that was killed continues where it stopped when the same command is given again.
+
+    \b
+    Example:
+      convert run pipeline.yaml --only gptq
+    """
+    from convert.run import raise_failed_gates
+    from convert.run import run as run_pipeline
+    from convert.terminal import reporter
+    from validate.report import print_table
+
+    loaded = _load(pipeline, work)
+    with reporter(_console(stderr=True)) as show:
+        report = run_pipeline(loaded, only, force, show)
+    if report:
+        print_table(report, _console())
+        click.echo(f"report: {loaded.output_folder / 'report.json'}")
+    raise_failed_gates(report)
+
+
+@main.command()
+@click.argument("pipeline", type=PATH)
+@click.option("--json", "as_json", is_flag=True, help="For machines.")
+@reports_errors
+def plan(pipeline: Path, as_json: bool) -> None:
+    """Says what a run would do, from headers alone: linears quantised and kept, sizes, memory and disk.
+
+    \b
+    Example:
+      convert plan pipeline.yaml
+    """
+    from convert.estimate import estimate
+    from convert.inspect import plan_to_dict, print_plan
+    from convert.prepare import prepare
+
+    prepared = prepare(_load(pipeline, None))
+    needs = estimate(prepared)
+    if as_json:
+        click.echo(json.dumps(plan_to_dict(prepared, needs), indent=2))
+    else:
+        print_plan(prepared, needs, _console())
+
+
+@main.command()
+@click.argument("path")
+@click.option("--json", "as_json", is_flag=True, help="For machines.")
+@reports_errors
+def inspect(path: str, as_json: bool) -> None:
+    """Shows what a source or an artifact holds: scheme, tensors, ledger and sizes.
+
+    \b
+    Examples:
+      convert inspect examples/spark-tiny
+      convert inspect output/gptq
+    """
+    from convert.inspect import inspect_path, print_inspection
+
+    found = inspect_path(path)
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+    else:
+        print_inspection(found, _console())
+
+
+@main.command()
+@click.argument("artifact", type=PATH)
+@click.argument("out", type=PATH)
+@click.option("--shard-size", default="2GB", show_default=True, help="Largest weight file.")
+@reports_errors
+def expand(artifact: Path, out: Path, shard_size: str) -> None:
+    """Writes an artifact's weights as a plain checkpoint that AutoModelForCausalLM.from_pretrained loads.
+
+    \b
+    Example:
+      convert expand output/gptq expanded/gptq
+    """
+    from convert.config import Output
+    from export.artifact import Artifact, Expansion
+    from models.errors import BadInput
+
+    if out.exists():
+        raise BadInput(f"{out}: already there; name a new folder")
+    opened = Artifact(artifact)
+    opened.check()
+    Expansion(opened).save(out, Output(path="output", shard_size=shard_size).shard_bytes)
+    click.echo(f"{out}: {len(Expansion(opened).tensors)} tensors")
+
+
+@main.command()
+@click.argument("artifact", type=PATH)
+@click.option("--reference", required=True, metavar="SOURCE", help="Folder, hub id, .gguf file or package:NAME.")
+@click.option("--text", type=PATH, help="A text file, instead of the text that the artifact was validated on.")
+@click.option("--tokens", type=click.IntRange(min=2), help="Tokens to score.")
+@click.option("--sequence-length", type=click.IntRange(min=2), help="Tokens per window.")
+@click.option("--json", "as_json", is_flag=True, help="For machines.")
+@reports_errors
+def validate(
+    artifact: Path,
+    reference: str,
+    text: Path | None,
+    tokens: int | None,
+    sequence_length: int | None,
+    as_json: bool,
+) -> None:
+    """Measures an artifact from its bytes against the model that it was made from.
+
+    \b
+    Example:
+      convert validate output/gptq --reference examples/spark-tiny --text examples/text/evaluation.txt
+    """
+    from convert.terminal import reporter
+    from convert.validate import validate_artifact
+    from validate.report import print_table
+
+    with reporter(_console(stderr=True)) as show:
+        report = validate_artifact(artifact, reference, text, tokens, sequence_length, show)
+    if as_json:
+        click.echo(json.dumps(report, indent=2))
+    else:
+        print_table(report, _console())
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="The profile alone, as `targets: {device: FILE}` takes it.")
+@click.option("--priority", type=click.Choice(["speed", "fidelity"]), default="speed", show_default=True)
+@reports_errors
+def probe(as_json: bool, priority: str) -> None:
+    """Says what this machine can run, and which format suits it.
+
+    \b
+    Example:
+      convert probe --json > device.json
+    """
+    from convert.device import probe as probe_device
+    from convert.device import recommend
+
+    device = probe_device()
+    choice = recommend(device, cast(Any, priority))
+    if as_json:
+        click.echo(device.to_json(), nl=False)
+        return
+    for name, value in device.model_dump().items():
+        click.echo(f"{name}: {value}")
+    click.echo(f"recommended for {priority}: {choice.format}: {choice.reason}")
+    if not choice.verified:
+        click.echo("not verified: this project has not run that format on such a device")
+
+
+def _load(pipeline: Path, work: Path | None) -> Any:
+    from convert.config import load
+
+    loaded = load(pipeline)
+    return loaded.with_work(work) if work is not None else loaded
+
+
+def _console(stderr: bool = False) -> Console:
+    from rich.console import Console
+
+    console = Console(stderr=stderr)
+    # A pipe has no width: a table must not be folded at 80 columns there.
+    return console if console.is_terminal else Console(stderr=stderr, width=200)

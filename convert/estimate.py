@@ -1,0 +1,116 @@
+"""What a run would write and need, from headers alone, as ``convert plan`` shows it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from convert.prepare import Prepared
+from export.plan import TargetPlan
+from models.errors import EnvironmentProblem
+
+# Python with torch and transformers, before any weight is read (measured: 0.5 to 0.7 GB).
+BASE_MEMORY = 700 * 2**20
+
+
+@dataclass(frozen=True)
+class TargetEstimate:
+    """One target's sizes in bytes.
+
+    Attributes:
+        quantized_bytes, kept_bytes: of the artifact's tensors, exact.
+        work_bytes: codes, scales and hidden states in the work folder.
+    """
+
+    plan: TargetPlan
+    quantized_bytes: int
+    kept_bytes: int
+    work_bytes: int
+
+    @property
+    def file_bytes(self) -> int:
+        return self.quantized_bytes + self.kept_bytes
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The whole run's needs in bytes; ``memory_bytes`` is the larger of calibration's peak and validation's."""
+
+    targets: tuple[TargetEstimate, ...]
+    memory_bytes: int
+    disk_bytes: int
+
+
+def estimate(prepared: Prepared) -> Estimate:
+    """Sizes of every target, and peak memory and disk of the run."""
+    checkpoint = prepared.model.checkpoint
+    targets = tuple(_target(prepared, plan) for plan in prepared.plans)
+    reference = _hidden_bytes(prepared, validation=True)
+    disk = sum(t.file_bytes + t.work_bytes for t in targets) + reference
+    largest_layer = _largest_layer(prepared)
+    embedding = checkpoint.tensors[f"{prepared.model.family.embedding}.weight"].elements * prepared.dtype.itemsize
+    shard = min(prepared.pipeline.output.shard_bytes, max((t.file_bytes for t in targets), default=0))
+    calibration = largest_layer * 3 + embedding + _hidden_bytes(prepared, validation=False) * 2
+    model_bytes = sum(info.elements for info in checkpoint.tensors.values()) * prepared.dtype.itemsize
+    validation = max(reference * 2 + largest_layer + embedding * 3, model_bytes) if prepared.pipeline.validation else 0
+    return Estimate(targets, BASE_MEMORY + max(calibration, shard * 2, validation), disk)
+
+
+def check_room(needs: Estimate, folders: Sequence[Path]) -> None:
+    """Raises EnvironmentProblem when the disk or the memory is too small for the run."""
+    problems = []
+    for folder in {_existing(folder) for folder in folders}:
+        free = shutil.disk_usage(folder).free
+        if free < needs.disk_bytes:
+            problems.append(f"{folder}: the run needs {size(needs.disk_bytes)} of disk, found {size(free)} free")
+    available = psutil.virtual_memory().available
+    if available < needs.memory_bytes:
+        problems.append(f"the run needs about {size(needs.memory_bytes)} of memory, found {size(available)} available")
+    if problems:
+        raise EnvironmentProblem(problems)
+
+
+def size(count: float) -> str:
+    """Bytes for people (powers of 1000)."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}" if unit != "B" else f"{count:.0f} B"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def _existing(folder: Path) -> Path:
+    while not folder.exists():
+        folder = folder.parent
+    return folder
+
+
+def _target(prepared: Prepared, plan: TargetPlan) -> TargetEstimate:
+    scales = sum(plan.grid(linear.columns).bits_per_weight * linear.weights / 8 for linear in plan.linears)
+    # Codes take a byte each in the work folder; hidden states stand there twice around a layer's commit.
+    work = plan.weights // 2 + int(scales) + (2 * _hidden_bytes(prepared, False) if plan.recipe.uses_moments else 0)
+    return TargetEstimate(plan, plan.quantized_bytes(), plan.kept_bytes(prepared.model.checkpoint), work)
+
+
+def _hidden_bytes(prepared: Prepared, validation: bool) -> int:
+    """Of one pass's hidden states; the residual stream is at most fp32."""
+    config = prepared.pipeline
+    if validation:
+        tokens = config.validation.tokens if config.validation else 0
+    else:
+        tokens = config.calibration.samples * config.calibration.sequence_length if config.calibration else 0
+    return tokens * prepared.model.dimensions.hidden * 4
+
+
+def _largest_layer(prepared: Prepared) -> int:
+    prefix = prepared.model.family.layers + "."
+    layers: dict[str, int] = {}
+    for name, info in prepared.model.checkpoint.tensors.items():
+        if name.startswith(prefix):
+            layer = name.removeprefix(prefix).partition(".")[0]
+            layers[layer] = layers.get(layer, 0) + info.elements * max(prepared.dtype.itemsize, info.dtype.itemsize)
+    return max(layers.values(), default=0)

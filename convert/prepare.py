@@ -1,0 +1,167 @@
+"""Everything before the first weight is read: the source opened, every target planned, every problem in one message."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from calibrate.text import (
+    Text,
+    Windows,
+    calibration_windows,
+    check_vocabulary,
+    cut_windows,
+    evaluation_windows,
+    load_text,
+    tokenise,
+)
+from convert.config import Dataset, Pipeline
+from convert.device import probe, read_device, recommend
+from convert.target import Target
+from convert.yaml_lines import suggestion
+from export.plan import TargetPlan, TargetSpec, make_plan
+from models.errors import BadInput
+from models.opened import OpenedModel, open_model
+from models.source import open_source
+from models.tokenizer import load_tokenizer
+from validate.measure import Settings
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A pipeline, ready to run.
+
+    Attributes:
+        plans: of the chosen targets.
+        reasons: of ``format: auto`` targets, why their format was chosen, by target name.
+        device: the profile of this machine.
+    """
+
+    pipeline: Pipeline
+    model: OpenedModel
+    plans: tuple[TargetPlan, ...]
+    reasons: dict[str, str]
+    device: dict[str, Any]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.pipeline.model.dtype)
+        return dtype
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        return load_tokenizer(self.model.checkpoint, tuple(self.pipeline.model.trust_remote_code or ()))
+
+    def _text(self, dataset: Dataset) -> str:
+        arguments = self.pipeline.dataset_arguments(dataset)
+        text = Text(
+            path=arguments["path"],
+            name=arguments.get("name"),
+            data_files=tuple(arguments.get("data_files", ())),
+            split=arguments["split"],
+            column=dataset.column,
+        )
+        return load_text(text, self.pipeline.work_folder / "datasets")
+
+    def calibration(self) -> Windows | None:
+        """The calibration windows, when there is a text and a method gains from it."""
+        config = self.pipeline.calibration
+        if config is None or not any(plan.recipe.uses_moments for plan in self.plans):
+            return None
+        text = self._text(config.dataset)
+        windows = calibration_windows(self.tokenizer, text, config.samples, config.sequence_length, config.seed)
+        check_vocabulary(self.tokenizer, windows.ids, self.model.vocabulary, self.model.checkpoint.name)
+        return windows
+
+    def settings(self) -> Settings | None:
+        """How artifacts are measured; None without a ``validation`` section."""
+        config = self.pipeline.validation
+        if config is None:
+            return None
+        text = self._text(config.dataset)
+        windows = evaluation_windows(self.tokenizer, text, config.tokens, config.sequence_length)
+        check_vocabulary(self.tokenizer, windows.ids, self.model.vocabulary, self.model.checkpoint.name)
+        greedy = config.greedy
+        prompts = cut_windows(tokenise(self.tokenizer, text), greedy.prompts, greedy.prompt_tokens, "greedy prompts")
+        return Settings(
+            windows=windows,
+            prompts=prompts,
+            greedy_tokens=greedy.tokens,
+            engine_windows=max(1, config.engine_tokens // config.sequence_length) if config.engine else 0,
+            gates=config.gates.model_dump(),
+            dtype=self.dtype,
+        )
+
+
+def prepare(pipeline: Pipeline, only: tuple[str, ...] = ()) -> Prepared:
+    """Opens the source and plans the chosen targets from headers.
+
+    Raises:
+        BadInput: with the problems of all targets together.
+    """
+    model = open_model(
+        open_source(
+            pipeline.model.source,
+            base=pipeline.folder,
+            side_folder=pipeline.work_folder / "tokenizer",
+            revision=pipeline.model.revision,
+            allow_pickle=tuple(pipeline.model.allow_pickle or ()),
+        )
+    )
+    dtype = getattr(torch, pipeline.model.dtype)
+    device = probe()
+    problems: list[str] = []
+    plans, reasons = [], {}
+    for target in _chosen(pipeline, only):
+        try:
+            resolved, reason = _resolve(target, pipeline, device)
+            if reason:
+                reasons[target.name] = reason
+            plans.append(make_plan(to_spec(resolved), model.checkpoint, model.family, model.linears, dtype))
+        except BadInput as error:
+            problems += error.problems
+    if problems:
+        raise BadInput(problems)
+    return Prepared(pipeline, model, tuple(plans), reasons, device.model_dump(mode="json"))
+
+
+def _chosen(pipeline: Pipeline, only: tuple[str, ...]) -> list[Target]:
+    names = [target.name for target in pipeline.targets]
+    unknown = [name for name in only if name not in names]
+    if unknown:
+        raise BadInput(f"--only {name}: no such target{suggestion(name, names)}" for name in unknown)
+    return [target for target in pipeline.targets if not only or target.name in only]
+
+
+def _resolve(target: Target, pipeline: Pipeline, device: Any) -> tuple[Target, str]:
+    if target.format != "auto":
+        return target, ""
+    file = pipeline.device_file(target)
+    profile = device if file is None else read_device(file)
+    choice = recommend(profile, target.priority)
+    note = "" if choice.verified else " (not verified: this project has not run that format on such a device)"
+    return target.resolve(choice.format), f"format auto came to {choice.format}: {choice.reason}{note}"
+
+
+def to_spec(target: Target) -> TargetSpec:
+    """A resolved target as the export stage takes it."""
+    isa = target.isa
+    if target.format == "tinygemm" and isa == "auto":
+        from export.tinygemm import host_isa
+
+        isa = host_isa()  # type: ignore[assignment]
+    return TargetSpec(
+        name=target.name,
+        format=target.format,
+        group_size=target.group_size,
+        zero=target.zero,
+        method=tuple(target.method),
+        quantize_head=target.lm_head == "quantize",
+        fit_group_size=target.group_size_policy == "largest-fitting",
+        skip=tuple(target.skip),
+        fused=None if target.qkv is None else target.qkv == "fused",
+        isa=isa if target.format == "tinygemm" else "",
+    )

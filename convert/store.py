@@ -1,0 +1,68 @@
+"""The work folder: one folder a stage, named by the hash of everything that decides its content."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from models.errors import BadInput
+from models.files import replace_file, to_json
+
+# Raised when a stage's code changes what it computes, so that older results are not taken for its own.
+STAGE_VERSIONS = {"calibrate": 1, "reference": 1, "export": 1, "measure": 1}
+
+
+def digest(value: Any) -> str:
+    """SHA-256 of a JSON value, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+
+
+class Store:
+    """A run's work folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keeps a second run out for the length of the block; the lock ends with the process, however it ends.
+
+        Raises:
+            BadInput: when another run holds the folder.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(self.folder / ".lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout as error:
+            raise BadInput(
+                f"{self.folder}: another run is using this work folder; wait for it or set `work:`"
+            ) from error
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def key(self, stage: str, content: Mapping[str, Any]) -> str:
+        """What a stage's folder and an artifact's ledger are named by."""
+        return digest({"stage": stage, "version": STAGE_VERSIONS[stage], **content})
+
+    def stage(self, stage: str, content: Mapping[str, Any], force: bool = False) -> Path:
+        """The stage's folder, made when it is not there; with ``force``, made anew.
+
+        ``key.json`` in it says in words what the hash stands for.
+        """
+        folder = self.folder / f"{stage}-{self.key(stage, content)[:16]}"
+        if force:
+            shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / "key.json").is_file():
+            replace_file(folder / "key.json", to_json(json.loads(json.dumps(content, default=str))))
+        return folder

@@ -1,0 +1,296 @@
+"""Artifacts: a checkpoint folder in one layout with its ledger, written in a stream, checked, and read back as bf16."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from calibrate.grid import Quantized, concatenate
+from calibrate.results import QuantizedLayer, Results
+from export.layout import Layout, get
+from export.ledger import Ledger, LinearRow, TensorRow, missing_rows
+from export.plan import Module, TargetPlan
+from models.checkpoint import Checkpoint, Folder, TensorInfo, Writer
+from models.errors import BadInput
+from models.files import atomic_folder, sha256, to_json
+
+
+def write(
+    plan: TargetPlan,
+    checkpoint: Checkpoint,
+    results: Results,
+    layers: int,
+    folder: Path,
+    ledger: Ledger,
+    shard_bytes: int,
+) -> None:
+    """Writes an artifact; it appears under ``folder`` only when it is whole.
+
+    Args:
+        results: the quantised layers, ``layers`` of them and then the head.
+        ledger: filled with a row for every source tensor and the hashes of the artifact's files.
+
+    Raises:
+        BadInput: when the layout cannot hold a linear.
+        RuntimeError: when a source tensor would get no row: a bug, not bad input.
+    """
+    layout = get(plan.spec.format)
+    with atomic_folder(folder) as partial:
+        emit = _Emitter(plan, checkpoint, results, layers, layout, Writer(partial, shard_bytes))
+        for name in _in_order(checkpoint, plan):
+            ledger.tensors.append(emit.tensor(name))
+        if plan.tied:
+            ledger.tensors += emit.tied_head()
+        unaccounted = missing_rows(ledger, checkpoint.tensors)
+        if unaccounted:
+            raise RuntimeError(f"no ledger row for {unaccounted}")
+        emit.writer.finish()
+        config = _config(plan, checkpoint, layout)
+        (partial / "config.json").write_bytes(to_json(config))
+        for file, content in layout.extra_files(config["quantization_config"]).items():
+            (partial / file).write_bytes(to_json(content))
+        for file, path in checkpoint.side_files().items():
+            shutil.copyfile(path, partial / file)
+        ledger.files = {path.name: sha256(path) for path in sorted(partial.iterdir())}
+        ledger.write(partial)
+
+
+def _in_order(checkpoint: Checkpoint, plan: TargetPlan) -> list[str]:
+    """Tensors in the order of computation where the plan knows it, so that each layer's results are read once."""
+    position = {f"{module.source}.": index for index, module in enumerate(plan.quantized)}
+    names = sorted(checkpoint.tensors, key=_natural)
+    rank = {name: position.get(name.rpartition(".")[0] + ".", -1) for name in names}
+    return sorted(names, key=lambda name: rank[name])
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
+
+
+class _Emitter:
+    """Turns source tensors into stored tensors and ledger rows."""
+
+    def __init__(
+        self,
+        plan: TargetPlan,
+        checkpoint: Checkpoint,
+        results: Results,
+        layers: int,
+        layout: Layout,
+        writer: Writer,
+    ) -> None:
+        self.plan, self.checkpoint, self.results, self.layers = plan, checkpoint, results, layers
+        self.layout, self.writer = layout, writer
+        self.modules: dict[str, list[Module]] = {}
+        for module in plan.quantized:
+            self.modules.setdefault(module.source, []).append(module)
+        self.kept = dict(plan.kept)
+        self._loaded: tuple[int, QuantizedLayer] | None = None
+
+    def tensor(self, name: str) -> TensorRow:
+        info = self.checkpoint.tensors[name]
+        module, _, leaf = name.rpartition(".")
+        modules = self.modules.get(module, [])
+        dtype = str(info.dtype).removeprefix("torch.")
+        if modules and leaf == "weight":
+            rows = tuple(row for m in modules for row in self._quantized(m))
+            if sum(m.rows for m in modules) != info.shape[0]:
+                raise RuntimeError(f"{name}: only some of its output channels are planned")
+            return TensorRow(name, info.shape, dtype, "quantized", tuple(m.name for m in modules), linears=rows)
+        if modules and modules[0].name != module:
+            return self._split_bias(name, info, dtype, modules)
+        return self._keep(name, info, dtype, module)
+
+    def _quantized(self, module: Module) -> list[LinearRow]:
+        layer = self._layer(module.linears[0].layer)
+        parts = [layer.linears[linear.name] for linear in module.linears]
+        quantized = concatenate(parts)
+        for suffix, tensor in self.layout.pack(quantized, self.plan.options).items():
+            self.writer.add(f"{module.name}.{suffix}", tensor)
+        rows, start = [], 0
+        for linear in module.linears:
+            grid = self.plan.grid(linear.columns)
+            where = (start, start + linear.rows)
+            error = layer.errors[linear.name]
+            method = self.plan.spec.method
+            rows.append(LinearRow(linear.name, module.name, where, method, grid.group_size, grid.zero, error))
+            start += linear.rows
+        return rows
+
+    def _split_bias(self, name: str, info: TensorInfo, dtype: str, modules: list[Module]) -> TensorRow:
+        value = self.checkpoint.read(name).to(self.plan.dtype)
+        leaf = name.rpartition(".")[2]
+        stored = []
+        for module in modules:
+            for linear in module.linears:
+                stored.append(f"{module.name}.{leaf}")
+                self.writer.add(stored[-1], value[linear.start : linear.stop].clone())
+        return TensorRow(name, info.shape, dtype, "split", tuple(stored))
+
+    def _keep(self, name: str, info: TensorInfo, dtype: str, module: str) -> TensorRow:
+        value = self.checkpoint.read(name)
+        reason = self.kept.get(module, "not a linear that is quantised")
+        if value.is_floating_point() and value.dtype != self.plan.dtype:
+            reason += f"; cast to {str(self.plan.dtype).removeprefix('torch.')}"
+            value = value.to(self.plan.dtype)
+        self.writer.add(name, value)
+        return TensorRow(name, info.shape, dtype, "kept", (name,), reason)
+
+    def tied_head(self) -> list[TensorRow]:
+        """A tied head has no tensor of its own in the source; its row says what became of it all the same."""
+        head = next((m for m in self.plan.quantized if m.linears[0].layer is None), None)
+        if head is None:
+            return []
+        linear = head.linears[0]
+        reason = "untied: the embedding table stays in its dtype under its own name"
+        return [
+            TensorRow(
+                f"{head.source}.weight",
+                (linear.rows, linear.columns),
+                "",
+                "quantized",
+                (head.name,),
+                reason,
+                tuple(self._quantized(head)),
+            )
+        ]
+
+    def _layer(self, index: int | None) -> QuantizedLayer:
+        index = self.layers if index is None else index
+        if self._loaded is None or self._loaded[0] != index:
+            self._loaded = (index, self.results.load(index))
+        return self._loaded[1]
+
+
+def _config(plan: TargetPlan, checkpoint: Checkpoint, layout: Layout) -> dict[str, Any]:
+    config = {k: v for k, v in checkpoint.config.items() if k not in ("torch_dtype", "quantization_config")}
+    config["dtype"] = str(plan.dtype).removeprefix("torch.")
+    if plan.spec.quantize_head and plan.tied:
+        config["tie_word_embeddings"] = False
+    config["quantization_config"] = layout.quantization_config(plan.options)
+    return config
+
+
+class Artifact:
+    """An artifact opened from its bytes.
+
+    Raises:
+        BadInput: when the folder is not a whole artifact: everything that is wrong, each tensor named.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.ledger = Ledger.read(folder)
+        self.files = Folder(folder)
+        self.config = self.files.config.get("quantization_config") or {}
+        self.layout = get(str(self.config.get("quant_method")))
+        self.dtype: torch.dtype = getattr(torch, self.ledger.dtype)
+
+    @property
+    def modules(self) -> list[str]:
+        """Full names of the stored quantised modules."""
+        return list(dict.fromkeys(linear.module for row in self.ledger.tensors for linear in row.linears))
+
+    def tensors(self, module: str) -> dict[str, torch.Tensor]:
+        """The stored tensors of a quantised module, by suffix."""
+        names = {suffix: f"{module}.{suffix}" for suffix in self.layout.SUFFIXES}
+        return {suffix: self.files.read(name) for suffix, name in names.items() if name in self.files.tensors}
+
+    def quantized(self, module: str) -> Quantized:
+        """A module's codes and scales, from the bytes. Raises BadInput when they break the layout's rules."""
+        tensors = self.tensors(module)
+        problems = self.layout.tensor_problems(module, tensors, self.config)
+        if problems:
+            raise BadInput(f"{self.folder}: {problem}" for problem in problems)
+        return self.layout.unpack(tensors, self.config)
+
+    def check(self) -> None:
+        """Raises BadInput listing every file, tensor and value that is not as the ledger and the layout say."""
+        problems = []
+        for file, digest in self.ledger.files.items():
+            if not (self.folder / file).is_file():
+                problems.append(f"{file}: named in the ledger, but there is no such file")
+            elif sha256(self.folder / file) != digest:
+                problems.append(f"{file}: its bytes are not those that were written (SHA-256 differs from the ledger)")
+        stored = {f"{module}.{suffix}" for module in self.modules for suffix in self.layout.SUFFIXES}
+        for row in self.ledger.tensors:
+            stored |= set(row.stored_as)
+        problems += [f"{name}: no row in the ledger" for name in self.files.tensors if name not in stored]
+        for module in self.modules:
+            problems += self.layout.tensor_problems(module, self.tensors(module), self.config)
+        if problems:
+            raise BadInput(f"{self.folder}: {problem}" for problem in problems)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits of codes, scales and zeros over the quantised linears."""
+        bits, weights = 0.0, 0
+        for row in self.ledger.tensors:
+            for linear in row.linears:
+                count = (linear.rows[1] - linear.rows[0]) * row.shape[1]
+                scale_bits = torch.finfo(self.dtype).bits
+                zero_bits = {"none": 0, "float": scale_bits, "integer": 4}[linear.zero]
+                bits += count * (4 + (scale_bits + zero_bits) / linear.group_size)
+                weights += count
+        return bits / max(1, weights)
+
+
+class Expansion(Checkpoint):
+    """An artifact seen as the source's checkpoint: quantised linears are dequantised when they are read."""
+
+    def __init__(self, artifact: Artifact) -> None:
+        self.artifact = artifact
+        self.name = str(artifact.folder)
+        self._rows = {row.tensor: row for row in artifact.ledger.tensors if row.outcome != "dropped"}
+        kept = ("quantization_config",)
+        self.config = {k: v for k, v in artifact.files.config.items() if k not in kept}
+        self.tensors: Mapping[str, TensorInfo] = {
+            name: TensorInfo(artifact.dtype if _is_float(row) else getattr(torch, row.dtype), row.shape)
+            for name, row in self._rows.items()
+        }
+
+    def read(self, name: str) -> torch.Tensor:
+        row = self._rows[name]
+        if row.outcome == "kept":
+            return self.artifact.files.read(row.stored_as[0])
+        if row.outcome == "split":
+            return torch.cat([self.artifact.files.read(part) for part in row.stored_as])
+        modules = [self.artifact.quantized(module) for module in row.stored_as]
+        return torch.cat([module.dequantize(self.artifact.dtype) for module in modules])
+
+    def side_files(self) -> dict[str, Path]:
+        return self.artifact.files.side_files()
+
+    def skipped_files(self) -> dict[str, str]:
+        return self.artifact.files.skipped_files()
+
+    def hashes(self) -> dict[str, str]:
+        return dict(self.artifact.ledger.files)
+
+    def save(self, folder: Path, shard_bytes: int) -> None:
+        """Writes a plain checkpoint that ``AutoModelForCausalLM.from_pretrained`` loads; whole or not at all."""
+        with atomic_folder(folder) as partial:
+            writer = Writer(partial, shard_bytes)
+            for name in self.tensors:
+                writer.add(name, self.read(name))
+            writer.finish()
+            (partial / "config.json").write_bytes(to_json(self.config))
+            for file, path in self.side_files().items():
+                shutil.copyfile(path, partial / file)
+
+
+def _is_float(row: TensorRow) -> bool:
+    return row.dtype == "" or getattr(torch, row.dtype).is_floating_point
+
+
+def is_artifact(folder: Path) -> bool:
+    """Whether a folder holds an artifact of this project."""
+    config = folder / "config.json"
+    if not (folder / "conversion.json").is_file() or not config.is_file():
+        return False
+    return "quantization_config" in json.loads(config.read_text(encoding="utf-8"))

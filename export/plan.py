@@ -1,0 +1,250 @@
+"""What one target will write, decided from headers alone: linears, grids, and everything an engine refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+import torch
+
+from calibrate.grid import Grid, ZeroKind
+from calibrate.quantize import Recipe
+from export.layout import LayoutOptions, get, resolve_group_size
+from models.checkpoint import Checkpoint
+from models.errors import BadInput
+from models.family import Family, Linear
+
+# Tried from the largest down by the `largest-fitting` policy.
+GROUP_SIZES = (256, 128, 64, 32)
+
+
+@dataclass(frozen=True)
+class TargetSpec:
+    """What a user asks of one target.
+
+    Attributes:
+        name: of the artifact's folder.
+        format: a layout's name.
+        group_size: -1 is one group a row.
+        fit_group_size: whether a smaller group size may be taken when this one does not divide every linear.
+        zero: the grid's kind of zero.
+        method: names of methods.
+        quantize_head: whether the head is quantised.
+        skip: patterns of linears (fnmatch over full split names, or names inside a layer) that stay unquantised.
+        fused: whether fused projections are written fused; None is as the family's engines want them.
+        isa: of tinygemm's bytes.
+    """
+
+    name: str
+    format: str
+    group_size: int
+    zero: ZeroKind
+    method: tuple[str, ...]
+    quantize_head: bool
+    fit_group_size: bool = False
+    skip: tuple[str, ...] = ()
+    fused: bool | None = None
+    isa: str = ""
+
+
+@dataclass(frozen=True)
+class Module:
+    """A module of the artifact: one linear, or several stacked along N.
+
+    Attributes:
+        name: full name under which it is stored.
+        source: full name of the checkpoint's module.
+        linears: in stacking order.
+    """
+
+    name: str
+    source: str
+    linears: tuple[Linear, ...]
+
+    @property
+    def rows(self) -> int:
+        return sum(linear.rows for linear in self.linears)
+
+    @property
+    def columns(self) -> int:
+        return self.linears[0].columns
+
+
+@dataclass(frozen=True)
+class TargetPlan:
+    """A target, resolved against a checkpoint.
+
+    Attributes:
+        quantized: modules that are written quantised, in the order of computation.
+        kept: linears that stay in the model's dtype, with the reason.
+        notes: what was downgraded, for the ledger and the summary.
+        tied: whether the source's head shares the embedding.
+    """
+
+    spec: TargetSpec
+    options: LayoutOptions
+    quantized: tuple[Module, ...]
+    kept: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]
+    tied: bool
+    dtype: torch.dtype
+
+    @property
+    def linears(self) -> list[Linear]:
+        return [linear for module in self.quantized for linear in module.linears]
+
+    def grid(self, columns: int) -> Grid:
+        size = resolve_group_size(self.options.group_size, columns)
+        return Grid(size, self.options.zero)
+
+    @property
+    def recipe(self) -> Recipe:
+        grids = tuple((linear.name, self.grid(linear.columns)) for linear in self.linears)
+        return Recipe(grids, self.spec.method, self.dtype)
+
+    @property
+    def weights(self) -> int:
+        return sum(linear.weights for linear in self.linears)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Of the grids (codes, scales, zeros), over the quantised linears."""
+        bits = sum(self.grid(linear.columns).bits_per_weight * linear.weights for linear in self.linears)
+        return bits / max(1, self.weights)
+
+    def quantized_bytes(self) -> int:
+        """Exact bytes of the quantised modules' tensors in this layout."""
+        layout = get(self.spec.format)
+        return sum(layout.stored_bits(m.rows, m.columns, self.options.group_size) for m in self.quantized) // 8
+
+    def kept_bytes(self, checkpoint: Checkpoint) -> int:
+        """Exact bytes of all tensors that are written unquantised."""
+        replaced = {f"{module.source}.weight" for module in self.quantized if module.linears[0].layer is not None}
+        if not self.tied:
+            replaced |= {f"{m.source}.weight" for m in self.quantized}
+        return sum(
+            info.elements * (self.dtype.itemsize if info.dtype.is_floating_point else info.dtype.itemsize)
+            for name, info in checkpoint.tensors.items()
+            if name not in replaced
+        )
+
+
+def make_plan(
+    spec: TargetSpec, checkpoint: Checkpoint, family: Family, linears: Sequence[Linear], dtype: torch.dtype
+) -> TargetPlan:
+    """Resolves a target against a checkpoint's headers.
+
+    Raises:
+        BadInput: with every linear that the layout or its engines would refuse, and every skip pattern that matches
+            nothing.
+    """
+    problems: list[str] = []
+    tied = f"{family.head}.weight" not in checkpoint.tensors
+    chosen, kept = _choose(spec, family, linears, tied, problems)
+    group_size, notes = _group_size(spec, chosen, problems)
+    fused = _fused(spec, family, problems)
+    modules = _modules(family, chosen, fused)
+    layout = get(spec.format)
+    for linear in chosen:
+        for reason in layout.shape_problems(linear.rows, linear.columns, group_size):
+            problems.append(f"{linear.name} [{linear.rows}, {linear.columns}]: {reason}")
+    if not chosen:
+        problems.append("no linear is left to quantise")
+    problems += _shard_problems(family, linears, {linear.name for linear in chosen})
+    names = _module_names(family, chosen) if family.engine_splits and fused else ()
+    options = LayoutOptions(
+        group_size=group_size,
+        zero=spec.zero,
+        lm_head=spec.quantize_head,
+        kept=tuple(name for name, _ in kept),
+        quantized_modules=names,
+        isa=spec.isa,
+    )
+    if not problems:
+        try:
+            layout.quantization_config(options)
+        except BadInput as error:
+            problems += error.problems
+    if problems:
+        raise BadInput(f"target {spec.name} ({spec.format}): {problem}" for problem in problems)
+    return TargetPlan(replace(spec, fused=fused), options, modules, kept, notes, tied, dtype)
+
+
+def _matches(linear: Linear, family: Family, pattern: str) -> bool:
+    inside = linear.name if linear.layer is None else linear.name.removeprefix(f"{family.layers}.{linear.layer}.")
+    return fnmatchcase(linear.name, pattern) or fnmatchcase(inside, pattern)
+
+
+def _choose(
+    spec: TargetSpec, family: Family, linears: Sequence[Linear], tied: bool, problems: list[str]
+) -> tuple[list[Linear], tuple[tuple[str, str], ...]]:
+    chosen: list[Linear] = []
+    kept: list[tuple[str, str]] = []
+    layers = {linear.layer for linear in linears if linear.layer is not None}
+    for pattern in spec.skip:
+        if not any(_matches(linear, family, pattern) for linear in linears):
+            names = ", ".join(family.linears)
+            problems.append(f"skip: {pattern!r} matches no linear; linears of a layer are {names}, and {family.head}")
+    for linear in linears:
+        matching = [pattern for pattern in spec.skip if _matches(linear, family, pattern)]
+        if matching:
+            kept.append((linear.name, f"skip: {matching[0]}"))
+        elif linear.layer is None and not spec.quantize_head:
+            kept.append((linear.name, "lm_head: keep" + (" (tied to the embedding)" if tied else "")))
+        else:
+            chosen.append(linear)
+    for name, reason in family.kept.items():
+        kept += [(f"{family.layers}.{layer}.{name}", reason) for layer in sorted(layers)]
+    return chosen, tuple(kept)
+
+
+def _group_size(spec: TargetSpec, chosen: list[Linear], problems: list[str]) -> tuple[int, tuple[str, ...]]:
+    """The artifact's one group size: engines read a single one from the configuration."""
+    odd = [linear for linear in chosen if spec.group_size > 0 and linear.columns % spec.group_size]
+    if not odd or not spec.fit_group_size:
+        return spec.group_size, ()
+    for size in GROUP_SIZES:
+        if size < spec.group_size and all(linear.columns % size == 0 for linear in chosen):
+            widths = sorted({linear.columns for linear in odd})
+            note = (
+                f"group size {size} instead of {spec.group_size}, which does not divide {widths} in features"
+                f" of {len(odd)} linears"
+            )
+            return size, (note,)
+    problems.append(f"no group size of {GROUP_SIZES} divides the in features of every linear")
+    return spec.group_size, ()
+
+
+def _fused(spec: TargetSpec, family: Family, problems: list[str]) -> bool:
+    if spec.fused and not family.fusions:
+        problems.append("qkv: fused: the source holds no fused projection, and engines fuse while they load")
+    return family.fused_on_disk if spec.fused is None else spec.fused
+
+
+def _modules(family: Family, chosen: list[Linear], fused: bool) -> tuple[Module, ...]:
+    if not fused:
+        return tuple(Module(linear.name, linear.module, (linear,)) for linear in chosen)
+    by_source: dict[str, list[Linear]] = {}
+    for linear in chosen:
+        by_source.setdefault(linear.module, []).append(linear)
+    return tuple(Module(source, source, tuple(parts)) for source, parts in by_source.items())
+
+
+def _module_names(family: Family, chosen: list[Linear]) -> tuple[str, ...]:
+    inside = {linear.name.removeprefix(f"{family.layers}.{linear.layer}.") for linear in chosen}
+    return tuple(name for name in family.linears if name in inside)
+
+
+def _shard_problems(family: Family, linears: Sequence[Linear], chosen: set[str]) -> list[str]:
+    problems = []
+    for layer in sorted({linear.layer for linear in linears if linear.layer is not None}):
+        for shard in family.shards:
+            names = [f"{family.layers}.{layer}.{name}" for name in shard]
+            missing = [name for name in names if name not in chosen]
+            if missing and len(missing) < len(names):
+                problems.append(
+                    f"{', '.join(missing)}: skipped, but engines load it as one with"
+                    f" {', '.join(n for n in names if n in chosen)}: skip all of them or none"
+                )
+    return problems

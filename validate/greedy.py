@@ -1,0 +1,70 @@
+"""Greedy continuations, and where two models' continuations part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from models.checkpoint import Checkpoint
+from models.skeleton import load_model
+
+
+@dataclass(frozen=True)
+class Continuations:
+    """Greedy tokens of one model.
+
+    Attributes:
+        tokens: int64 [prompts, tokens].
+        margins: fp32 [prompts, tokens], the most likely logit minus the second at each step.
+    """
+
+    tokens: torch.Tensor
+    margins: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first step at which a continuation leaves the reference's.
+
+    Attributes:
+        margin: of the reference's logits there; a small one is a near-tie.
+    """
+
+    prompt: int
+    step: int
+    reference_token: int
+    token: int
+    margin: float
+
+
+@torch.no_grad()
+def continue_greedily(checkpoint: Checkpoint, prompts: torch.Tensor, tokens: int, dtype: torch.dtype) -> Continuations:
+    """Continues prompts int64 [prompts, length] by exactly ``tokens`` tokens each (end of text is not special)."""
+    model = load_model(checkpoint, dtype)
+    output = model.generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        max_new_tokens=tokens,
+        do_sample=False,
+        num_beams=1,
+        use_cache=True,
+        eos_token_id=None,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    best = torch.stack(output.logits, dim=1).float().topk(2).values
+    return Continuations(output.sequences[:, prompts.shape[1] :], best[..., 0] - best[..., 1])
+
+
+def divergences(reference: Continuations, other: Continuations) -> list[Divergence]:
+    """One entry for every prompt whose continuations differ."""
+    found = []
+    for prompt, (a, b) in enumerate(zip(reference.tokens, other.tokens, strict=True)):
+        different = (a != b).nonzero()
+        if len(different):
+            step = int(different[0])
+            margin = float(reference.margins[prompt, step])
+            found.append(Divergence(prompt, step, int(a[step]), int(b[step]), margin))
+    return found

@@ -1,0 +1,186 @@
+"""The one scorer: final hidden states of any checkpoint, layer by layer, and what two models' logits differ in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from calibrate.quantize import batches
+from calibrate.replay import Replay
+from models.checkpoint import Checkpoint
+
+Progress = Callable[[int, int], None]
+Swap = Callable[[str], nn.Module | None]
+
+
+def no_swap(module: str) -> nn.Module | None:
+    """Every module computes as transformers has it."""
+    return None
+
+
+def no_progress(done: int, total: int) -> None:
+    """Nobody watches."""
+
+
+@torch.no_grad()
+def final_hidden(
+    checkpoint: Checkpoint,
+    windows: torch.Tensor,
+    dtype: torch.dtype,
+    swap: Swap = no_swap,
+    progress: Progress = no_progress,
+) -> torch.Tensor:
+    """The last decoder layer's output for token windows, with one layer's weights in memory.
+
+    Args:
+        windows: int64 [count, tokens].
+        dtype: parameters' and compute dtype.
+        swap: gives a module that computes instead of the linear of that full name, or None to leave it.
+
+    Returns:
+        [count, tokens, hidden], in the dtype of the model's residual stream.
+    """
+    replay = Replay(checkpoint, dtype)
+    hidden = replay.embed(batches(windows))
+    for index in range(len(replay)):
+        progress(index, len(replay))
+        with replay.layer(index) as layer, swapped(layer, replay.prefix(index), swap):
+            hidden = [replay.run(layer, index, h) for h in hidden]
+    progress(len(replay), len(replay))
+    return torch.cat(hidden)
+
+
+@contextmanager
+def swapped(parent: nn.Module, prefix: str, swap: Swap) -> Iterator[None]:
+    """Replaces linears below ``parent`` by what ``swap`` gives for their full names, for the length of the block."""
+    originals: dict[str, nn.Module] = {}
+    for name, module in list(parent.named_modules()):
+        if isinstance(module, nn.Linear) and (other := swap(f"{prefix}.{name}" if prefix else name)) is not None:
+            originals[name] = module
+            parent.set_submodule(name, other)
+    try:
+        yield
+    finally:
+        for name, module in originals.items():
+            parent.set_submodule(name, module)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a model loses against its reference, over the predicted tokens of all windows (the first of each window
+    predicts nothing that is scored).
+
+    Attributes:
+        reference_perplexity, perplexity: exp of the mean negative log-likelihood in nats.
+        perplexity_se, reference_perplexity_se: standard errors, by the windows' means (delta method).
+        perplexity_ratio, perplexity_ratio_se: exp of the mean difference, and its paired standard error.
+        kl: mean KL divergence reference || model, in nats.
+        top1: share of positions with the same most likely token.
+        top5_overlap: mean share of the reference's five most likely tokens among the model's.
+        snr_db: energy of the reference's logits over that of the difference.
+        max_logit_difference: the largest.
+        tokens, windows: how many predictions were scored, in how many windows.
+        nll: the model's mean negative log-likelihood of each window.
+    """
+
+    perplexity: float
+    perplexity_se: float
+    reference_perplexity: float
+    reference_perplexity_se: float
+    perplexity_ratio: float
+    perplexity_ratio_se: float
+    kl: float
+    top1: float
+    top5_overlap: float
+    snr_db: float
+    max_logit_difference: float
+    tokens: int
+    windows: int
+    nll: tuple[float, ...]
+
+
+@torch.no_grad()
+def compare(
+    reference: Checkpoint,
+    reference_hidden: torch.Tensor,
+    model: Checkpoint,
+    model_hidden: torch.Tensor,
+    windows: torch.Tensor,
+    dtype: torch.dtype,
+    swap: Swap = no_swap,
+) -> Comparison:
+    """Compares logits window by window, from both models' final hidden states; no table of logits is ever stored.
+
+    Args:
+        reference_hidden, model_hidden: as from `final_hidden`, [count, tokens, hidden].
+        windows: int64 [count, tokens].
+        swap: as in `final_hidden`, for the model's head.
+    """
+    sums = _Sums()
+    ends = Replay(reference, dtype), Replay(model, dtype)
+    with ExitStack() as stack:
+        reference_logits = stack.enter_context(ends[0].end())
+        model_logits = stack.enter_context(ends[1].end())
+        stack.enter_context(swapped(ends[1].model, "", swap))
+        for index, window in enumerate(windows.split(1)):
+            a = reference_logits(window, reference_hidden[index : index + 1])[0, :-1].float()
+            b = model_logits(window, model_hidden[index : index + 1])[0, :-1].float()
+            sums.add(a, b, window[0, 1:])
+    return sums.comparison()
+
+
+class _Sums:
+    """Running sums; per-window means for the standard errors."""
+
+    def __init__(self) -> None:
+        self.reference: list[float] = []
+        self.model: list[float] = []
+        self.kl = self.top1 = self.top5 = self.signal = self.noise = self.largest = 0.0
+        self.tokens = 0
+
+    def add(self, a: torch.Tensor, b: torch.Tensor, targets: torch.Tensor) -> None:
+        """Logits fp32 [tokens, vocab] of reference and model, and the tokens that they predict."""
+        log_a, log_b = torch.log_softmax(a, -1), torch.log_softmax(b, -1)
+        rows = torch.arange(len(targets))
+        self.reference.append(-float(log_a[rows, targets].double().mean()))
+        self.model.append(-float(log_b[rows, targets].double().mean()))
+        self.kl += float((log_a.exp() * (log_a - log_b)).sum(-1).double().sum())
+        top_a, top_b = a.topk(5).indices, b.topk(5).indices
+        self.top1 += float((top_a[:, 0] == top_b[:, 0]).sum())
+        self.top5 += float((top_a[:, :, None] == top_b[:, None, :]).sum()) / 5
+        difference = a - b
+        self.signal += float(a.square().sum(dtype=torch.float64))
+        self.noise += float(difference.square().sum(dtype=torch.float64))
+        self.largest = max(self.largest, float(difference.abs().max()))
+        self.tokens += len(targets)
+
+    def comparison(self) -> Comparison:
+        reference, model = torch.tensor(self.reference).double(), torch.tensor(self.model).double()
+        perplexity, reference_perplexity = math.exp(model.mean()), math.exp(reference.mean())
+        ratio = math.exp((model - reference).mean())
+        return Comparison(
+            perplexity=perplexity,
+            perplexity_se=perplexity * _standard_error(model),
+            reference_perplexity=reference_perplexity,
+            reference_perplexity_se=reference_perplexity * _standard_error(reference),
+            perplexity_ratio=ratio,
+            perplexity_ratio_se=ratio * _standard_error(model - reference),
+            kl=self.kl / self.tokens,
+            top1=self.top1 / self.tokens,
+            top5_overlap=self.top5 / self.tokens,
+            snr_db=10 * math.log10(self.signal / self.noise) if self.noise else math.inf,
+            max_logit_difference=self.largest,
+            tokens=self.tokens,
+            windows=len(self.reference),
+            nll=tuple(self.model),
+        )
+
+
+def _standard_error(values: torch.Tensor) -> float:
+    """Of the mean; 0 for a single window, which has no spread to estimate it from."""
+    return float(values.std() / math.sqrt(len(values))) if len(values) > 1 else 0.0
