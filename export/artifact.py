@@ -145,7 +145,7 @@ class _Emitter:
         """A tied head has no tensor of its own in the source; its row says what became of it all the same."""
         head = next((m for m in self.plan.quantized if m.linears[0].layer is None), None)
         if head is None:
-            return []
+            return [TensorRow(f"{self.plan.head}.weight", (), "", "tied", (), self.kept[self.plan.head])]
         linear = head.linears[0]
         reason = "untied: the embedding table stays in its dtype under its own name"
         return [
@@ -246,7 +246,7 @@ class Expansion(Checkpoint):
     def __init__(self, artifact: Artifact) -> None:
         self.artifact = artifact
         self.name = str(artifact.folder)
-        self._rows = {row.tensor: row for row in artifact.ledger.tensors if row.outcome != "dropped"}
+        self._rows = {row.tensor: row for row in artifact.ledger.tensors if row.outcome != "tied"}
         kept = ("quantization_config",)
         self.config = {k: v for k, v in artifact.files.config.items() if k not in kept}
         self.tensors: Mapping[str, TensorInfo] = {

@@ -42,15 +42,16 @@ class TensorRow:
     """What became of one source tensor.
 
     Attributes:
-        outcome: ``quantized``, ``kept``, ``split`` (a fused bias), or ``dropped``.
+        outcome: ``quantized``, ``kept``, ``split`` (a fused bias), or ``tied`` (a head that has no tensor of its own,
+            here as in the source).
         stored_as: tensors or modules of the artifact that hold it now.
-        reason: why it was kept, cast or dropped.
+        reason: why it was kept, cast or tied.
     """
 
     tensor: str
     shape: tuple[int, ...]
     dtype: str
-    outcome: Literal["quantized", "kept", "split", "dropped"]
+    outcome: Literal["quantized", "kept", "split", "tied"]
     stored_as: tuple[str, ...] = ()
     reason: str = ""
     linears: tuple[LinearRow, ...] = ()

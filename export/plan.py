@@ -80,6 +80,7 @@ class TargetPlan:
         kept: linears that stay in the model's dtype, with the reason.
         notes: what was downgraded, for the ledger and the summary.
         tied: whether the source's head shares the embedding.
+        head: the head's name.
     """
 
     spec: TargetSpec
@@ -88,6 +89,7 @@ class TargetPlan:
     kept: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
     tied: bool
+    head: str
     dtype: torch.dtype
 
     @property
@@ -168,7 +170,7 @@ def make_plan(
             problems += error.problems
     if problems:
         raise BadInput(f"target {spec.name} ({spec.format}): {problem}" for problem in problems)
-    return TargetPlan(replace(spec, fused=fused), options, modules, kept, notes, tied, dtype)
+    return TargetPlan(replace(spec, fused=fused), options, modules, kept, notes, tied, family.head, dtype)
 
 
 def _matches(linear: Linear, family: Family, pattern: str) -> bool:

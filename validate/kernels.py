@@ -30,6 +30,8 @@ class W4A8Linear(torch.nn.Module):
     The dot products are fp32 matrix products of small integers: exact in any order of summation, as no partial sum
     exceeds 127 * 15 * 128 < 2**24. That also holds under ``torch.set_float32_matmul_precision("medium")``, which is
     faster where bf16 products are: 127 and 15 are bf16 numbers.
+
+    It issues many small operations, so threads help only on cores that nothing else uses.
     """
 
     weight: torch.Tensor

@@ -167,7 +167,7 @@ def measure(
         },
         engine=_engine(artifact, expansion, checkpoint, reference, settings, scores, progress),
         notes=artifact.ledger.notes,
-        kept={row.tensor: row.reason for row in artifact.ledger.tensors if row.outcome == "kept"},
+        kept={row.tensor: row.reason for row in artifact.ledger.tensors if row.outcome in ("kept", "tied")},
     )
     report.judge(settings.gates)
     return report

@@ -95,7 +95,7 @@ def test_shapes_that_the_engine_refuses_are_named(shape: tuple[int, int, int]) -
 )
 def test_pack_refuses_what_the_layout_cannot_hold(change: dict[str, torch.Tensor | None], message: str) -> None:
     with pytest.raises(BadInput, match=message):
-        awq.pack(replace(linear(), **change), OPTIONS)
+        awq.pack(replace(linear(), **change), OPTIONS)  # type: ignore[arg-type]
 
 
 def test_tensors_as_packed_have_no_problem() -> None:
