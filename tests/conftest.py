@@ -1,0 +1,26 @@
+"""What every test needs: no network, no cache of the user's, and one thread (the fastest for tiny models)."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+# Before anything imports transformers or datasets, which read these once.
+_CACHE = tempfile.TemporaryDirectory(prefix="edge-convert-tests-")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+os.environ["HF_HOME"] = _CACHE.name
+os.environ["HF_DATASETS_CACHE"] = os.path.join(_CACHE.name, "datasets")
+os.environ["HF_HUB_CACHE"] = os.path.join(_CACHE.name, "hub")
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# The commands that tests start are small too.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import pytest  # noqa: E402
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)
