@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from models.checkpoint import Checkpoint
 from models.family import Family, family_of
-from models.skeleton import Reader, materialise, model_config, reader, release, skeleton
+from models.skeleton import Reader, materialise, reader, release, skeleton
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -61,7 +61,7 @@ class Replay:
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, attention: str = "sdpa") -> None:
         self.dtype = dtype
         self.family: Family = family_of(checkpoint.config, checkpoint.name)
-        self.model: PreTrainedModel = skeleton(model_config(checkpoint), dtype, attention)
+        self.model: PreTrainedModel = skeleton(checkpoint, dtype, attention)
         self.read: Reader = reader(checkpoint, self.model)
         stack = self.model.get_submodule(self.family.layers)
         assert isinstance(stack, nn.ModuleList)

@@ -180,11 +180,11 @@ def _weight_files(
     index_file = path / INDEX
     if index_file.is_file():
         try:
-            index = json.loads(index_file.read_text(encoding="utf-8"))["weight_map"]
-        except (ValueError, KeyError, TypeError) as error:
+            index = {str(k): str(v) for k, v in json.loads(index_file.read_text("utf-8"))["weight_map"].items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             problems.append(f"{index_file}: expected JSON with a weight_map, found {error!r}")
             return found, None
-        named = sorted({path / str(file) for file in index.values()})
+        named = sorted({path / file for file in index.values()})
         problems.extend(f"{file}: named in {INDEX}, but there is no such file" for file in named if file not in found)
         problems.extend(f"{file}: not named in {INDEX}" for file in found if file not in named)
         return [file for file in named if file in found], index
@@ -197,7 +197,7 @@ def _weight_files(
 
 def _headers(file: Path, problems: list[str]) -> dict[str, TensorInfo]:
     if file.suffix != ".safetensors":
-        return {name: TensorInfo(t.dtype, tuple(t.shape)) for name, t in _pickled(file).items()}
+        return _pickled_headers(file, problems)
     infos: dict[str, TensorInfo] = {}
     try:
         with safe_open(file, "pt") as handle:
@@ -211,6 +211,15 @@ def _headers(file: Path, problems: list[str]) -> dict[str, TensorInfo]:
     except (SafetensorError, OSError) as error:
         problems.append(f"{file}: truncated or not a safetensors file ({error})")
     return infos
+
+
+def _pickled_headers(file: Path, problems: list[str]) -> dict[str, TensorInfo]:
+    try:
+        return {name: TensorInfo(t.dtype, tuple(t.shape)) for name, t in _pickled(file).items()}
+    # Damaged pickles fail in many ways: whatever is read as an instruction, or no dictionary of tensors at the end.
+    except Exception as error:
+        problems.append(f"{file}: expected a dictionary of tensors as torch.save writes it, found {error}")
+        return {}
 
 
 def _index_problems(path: Path, index: dict[str, str] | None, found: dict[str, str], already: list[str]) -> list[str]:
@@ -245,6 +254,7 @@ class Writer:
         self.total_bytes = 0
         self._pending: dict[str, torch.Tensor] = {}
         self._pending_bytes = 0
+        self._pointers: set[int] = set()
         self._shards: list[list[str]] = []
         self._names: set[str] = set()
 
@@ -256,14 +266,17 @@ class Writer:
         size = tensor.numel() * tensor.dtype.itemsize
         if self._pending and self._pending_bytes + size > self.shard_bytes:
             self._flush()
-        self._pending[name] = tensor.contiguous()
+        # A copy where memory is shared, which safetensors refuses and which would keep the whole of it alive.
+        shared = tensor.untyped_storage().nbytes() != size or tensor.data_ptr() in self._pointers
+        self._pending[name] = tensor.contiguous().clone() if shared else tensor.contiguous()
+        self._pointers.add(tensor.data_ptr())
         self._pending_bytes += size
         self.total_bytes += size
 
     def _flush(self) -> None:
         save_file(self._pending, self._temporary(len(self._shards)), metadata=self.metadata)
         self._shards.append(list(self._pending))
-        self._pending, self._pending_bytes = {}, 0
+        self._pending, self._pending_bytes, self._pointers = {}, 0, set()
 
     def _temporary(self, shard: int) -> Path:
         return self.folder / f"shard-{shard:05d}.safetensors"

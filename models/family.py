@@ -140,7 +140,7 @@ def family_of(config: Mapping[str, Any], name: str) -> Family:
     """The family of a ``config.json``. Raises BadInput for an unknown ``model_type``: nothing is guessed."""
     model_type = config.get("model_type")
     known = families()
-    if model_type not in known:
+    if not isinstance(model_type, str) or model_type not in known:
         raise BadInput(
             f"{name}: config.json: model_type: expected one of {', '.join(sorted(known))}, found {model_type!r};"
             " a family is one short file in models/families/"

@@ -9,7 +9,7 @@ import torch
 
 from models.checkpoint import Checkpoint
 from models.family import Dimensions, Family, Linear, family_of, find_linears
-from models.skeleton import check_tensors, model_config, skeleton
+from models.skeleton import check_tensors, skeleton
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ def open_model(checkpoint: Checkpoint) -> OpenedModel:
     """Checks a checkpoint's tensors against its configuration.
 
     Raises:
-        BadInput: for an unknown family, and for every missing, unexpected or misshapen tensor.
+        BadInput: for an unknown family or a configuration that makes no model, and for every missing, unexpected or misshapen tensor.
     """
     family = family_of(checkpoint.config, checkpoint.name)
-    config = model_config(checkpoint)
-    check_tensors(checkpoint, skeleton(config, torch.bfloat16))
-    dimensions = Dimensions.of(config)
+    model = skeleton(checkpoint, torch.bfloat16)
+    check_tensors(checkpoint, model)
+    dimensions = Dimensions.of(model.config)
     linears = find_linears(family, dimensions, checkpoint.tensors)
-    return OpenedModel(checkpoint, family, dimensions, linears, config.vocab_size)
+    return OpenedModel(checkpoint, family, dimensions, linears, model.config.vocab_size)

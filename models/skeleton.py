@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,17 +24,32 @@ def model_config(checkpoint: Checkpoint) -> PreTrainedConfig:
         BadInput: when the configuration's values contradict each other.
     """
     values = {k: v for k, v in checkpoint.config.items() if k not in ("auto_map", "quantization_config")}
-    try:
+    with _bad_values(checkpoint):
         return CONFIG_MAPPING[values["model_type"]].from_dict(values)
-    except (ValueError, TypeError, KeyError) as error:
-        raise BadInput(f"{checkpoint.name}: config.json: {error}") from error
 
 
-def skeleton(config: PreTrainedConfig, dtype: torch.dtype, attention: str = "sdpa") -> PreTrainedModel:
-    """The model with parameters on the meta device and real buffers (rotary frequencies are in no checkpoint)."""
-    with init_empty_weights(include_buffers=False):
+def skeleton(checkpoint: Checkpoint, dtype: torch.dtype, attention: str = "sdpa") -> PreTrainedModel:
+    """The model with parameters on the meta device and real buffers (rotary frequencies are in no checkpoint).
+
+    Raises:
+        BadInput: when the configuration's values contradict each other.
+    """
+    config = model_config(checkpoint)
+    with _bad_values(checkpoint), init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     return model.eval()
+
+
+@contextmanager
+def _bad_values(checkpoint: Checkpoint) -> Iterator[None]:
+    # transformers has no type of its own for a value that it cannot use: what its classes do with the value fails.
+    try:
+        yield
+    except Exception as error:
+        told = " ".join(str(error).split())
+        if not isinstance(error, ValueError):
+            told = f"{type(error).__name__}: {told}"
+        raise BadInput(f"{checkpoint.name}: config.json: {told}") from error
 
 
 def check_tensors(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
@@ -72,22 +88,27 @@ def reader(checkpoint: Checkpoint, model: PreTrainedModel) -> Reader:
 def materialise(module: nn.Module, prefix: str, read: Reader, dtype: torch.dtype) -> None:
     """Loads a module's own parameters, cast to ``dtype``; ``prefix`` is the module's full name."""
     for name, _ in list(module.named_parameters()):
-        tensor = read(f"{prefix}.{name}" if prefix else name).to(dtype)
-        owner, _, leaf = name.rpartition(".")
-        setattr(module.get_submodule(owner), leaf, nn.Parameter(tensor, requires_grad=False))
+        _set(module, name, read(f"{prefix}.{name}" if prefix else name).to(dtype))
 
 
 def release(module: nn.Module) -> None:
     """Drops a module's parameters (buffers stay, they are small and in no checkpoint)."""
     for name, parameter in list(module.named_parameters()):
-        owner, _, leaf = name.rpartition(".")
-        meta = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
-        setattr(module.get_submodule(owner), leaf, meta)
+        _set(module, name, torch.empty_like(parameter, device="meta"))
+
+
+def _set(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    owner, _, leaf = name.rpartition(".")
+    setattr(module.get_submodule(owner), leaf, nn.Parameter(tensor, requires_grad=False))
 
 
 def load_model(checkpoint: Checkpoint, dtype: torch.dtype, attention: str = "sdpa") -> PreTrainedModel:
-    """The whole model in memory, weights cast to ``dtype``; the head shares the embedding when tied."""
-    model = skeleton(model_config(checkpoint), dtype, attention)
-    materialise(model, "", reader(checkpoint, model), dtype)
+    """The whole model in memory, weights cast to ``dtype``; a head without a tensor of its own shares the embedding."""
+    model = skeleton(checkpoint, dtype, attention)
+    read = reader(checkpoint, model)
+    materialise(model, "", read, dtype)
     model.tie_weights()
+    for name in model._tied_weights_keys or ():
+        if name in checkpoint.tensors:
+            _set(model, name, read(name).to(dtype))
     return model

@@ -37,7 +37,7 @@ def open_source(
         from models.gguf import GgufFile
 
         return GgufFile(_package_file(source), side_folder, name=source)
-    path = (base / source).expanduser()
+    path = base / Path(source).expanduser()
     if source.endswith(".gguf"):
         from models.gguf import GgufFile
 

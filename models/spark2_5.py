@@ -8,7 +8,7 @@ then loads through this code too, without remote code.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -80,8 +80,12 @@ class Spark2_5Config(PreTrainedConfig):
                 "sliding_attention": {"rope_theta": 10_000, "partial_rotary_factor": 1.0},
                 "full_attention": {"rope_theta": 5_000_000, "partial_rotary_factor": 0.25},
             }
-        super().__post_init__(**kwargs)
         self._check()
+        super().__post_init__(**kwargs)
+
+    def _rope(self, layer_type: str) -> Mapping[str, Any]:
+        entry = self.rope_parameters.get(layer_type) if isinstance(self.rope_parameters, dict) else None
+        return entry if isinstance(entry, dict) else {}
 
     def _check(self) -> None:
         problems = []
@@ -92,11 +96,11 @@ class Spark2_5Config(PreTrainedConfig):
         for layer_type in sorted(set(self.layer_types or ())):
             if layer_type not in LAYER_TYPES:
                 problems.append(f"layer_types: expected one of {LAYER_TYPES}, found {layer_type!r}")
-            elif layer_type not in (self.rope_parameters or {}):
-                problems.append(f"rope_parameters: no entry for {layer_type!r}")
+            elif "rope_theta" not in self._rope(layer_type):
+                problems.append(f"rope_parameters: no rope_theta for {layer_type!r}")
         if self.gate_attn_act_mode not in GATE_ACTIVATIONS:
             problems.append(f"gate_attn_act_mode: expected sigmoid or silu, found {self.gate_attn_act_mode!r}")
-        if self.num_attention_heads % self.num_key_value_heads:
+        if self.num_key_value_heads < 1 or self.num_attention_heads % self.num_key_value_heads:
             problems.append(
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of"
                 f" num_key_value_heads {self.num_key_value_heads}"
