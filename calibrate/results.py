@@ -50,14 +50,14 @@ class Results:
     def save(self, index: int, layer: QuantizedLayer, hidden: list[torch.Tensor] | None = None) -> None:
         """Commits a layer and the hidden states that enter the next one."""
         if hidden is not None:
-            _save(self._hidden(index + 1), {f"{i:06d}": h.contiguous() for i, h in enumerate(hidden)}, {})
+            save_tensors(self._hidden(index + 1), {f"{i:06d}": h.contiguous() for i, h in enumerate(hidden)})
         tensors = {
             f"{name}.{field}": value.contiguous()
             for name, quantized in layer.linears.items()
             for field in FIELDS
             if (value := getattr(quantized, field)) is not None
         }
-        _save(self._layer(index), tensors, {"errors": json.dumps(layer.errors)})
+        save_tensors(self._layer(index), tensors, {"errors": json.dumps(layer.errors)})
         self._hidden(index).unlink(missing_ok=True)
 
     def load(self, index: int) -> QuantizedLayer:
@@ -87,7 +87,8 @@ class Results:
         return self.folder / f"hidden-{index:05d}.safetensors"
 
 
-def _save(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+def save_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Writes a safetensors file that is whole or absent, also after a crash of the machine."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         save_file(tensors, partial, metadata=metadata)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import traceback
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -16,10 +17,12 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 PATH = click.Path(path_type=Path)
+# As shells count a Ctrl-C, and as BSD's sysexits.h numbers an internal error.
+INTERRUPTED, BUG = 130, 70
 
 
 def reports_errors(command: Command) -> Command:
-    """Turns the errors meant for users into a message and an exit code; anything else is a bug and keeps its trace."""
+    """Turns the errors meant for users into a message and an exit code; anything else is a bug and shows its trace."""
 
     @wraps(command)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -27,18 +30,35 @@ def reports_errors(command: Command) -> Command:
             return command(*args, **kwargs)
         except (click.ClickException, click.Abort, click.exceptions.Exit):
             raise
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            sys.exit(INTERRUPTED)
         except Exception as error:
             from models.errors import ConvertError
             from models.files import environment_problem
 
             known = error if isinstance(error, ConvertError) else environment_problem(error)
             if known is None:
-                raise
+                # Not Python's own exit code 1, which says that a gate failed.
+                traceback.print_exc()
+                click.echo("error: this is a bug in edge-convert; please report the lines above", err=True)
+                sys.exit(BUG)
             for problem in known.problems:
                 click.echo(f"error: {problem}", err=True)
             sys.exit(known.exit_code)
 
     return cast(Command, wrapper)
+
+
+def _shard_bytes(context: click.Context, parameter: click.Parameter, value: str) -> int:
+    from pydantic import ValidationError
+
+    from convert.config import Output
+
+    try:
+        return Output(shard_size=value).shard_bytes
+    except ValidationError as error:
+        raise click.BadParameter(f"{error.errors()[0]['msg']}, found {value!r}") from error
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -52,7 +72,8 @@ def main() -> None:
       convert plan pipeline.yaml      what would happen
       convert run pipeline.yaml       do it
 
-    Exit codes: 0 good, 1 a validation gate failed, 2 bad input or configuration, 3 the machine lacks something.
+    Exit codes: 0 good, 1 a validation gate failed, 2 bad input or configuration, 3 the machine lacks something,
+    70 a bug in this program, 130 interrupted.
     """
 
 
@@ -132,16 +153,15 @@ def inspect(path: str, as_json: bool) -> None:
 @main.command()
 @click.argument("artifact", type=PATH)
 @click.argument("out", type=PATH)
-@click.option("--shard-size", default="2GB", show_default=True, help="Largest weight file.")
+@click.option("--shard-size", default="2GB", show_default=True, callback=_shard_bytes, help="Largest weight file.")
 @reports_errors
-def expand(artifact: Path, out: Path, shard_size: str) -> None:
+def expand(artifact: Path, out: Path, shard_size: int) -> None:
     """Writes an artifact's weights as a plain checkpoint that AutoModelForCausalLM.from_pretrained loads.
 
     \b
     Example:
       convert expand output/gptq expanded/gptq
     """
-    from convert.config import Output
     from export.artifact import Artifact, Expansion
     from models.errors import BadInput
 
@@ -149,8 +169,9 @@ def expand(artifact: Path, out: Path, shard_size: str) -> None:
         raise BadInput(f"{out}: already there; name a new folder")
     opened = Artifact(artifact)
     opened.check()
-    Expansion(opened).save(out, Output(path="output", shard_size=shard_size).shard_bytes)
-    click.echo(f"{out}: {len(Expansion(opened).tensors)} tensors")
+    expansion = Expansion(opened)
+    expansion.save(out, shard_size)
+    click.echo(f"{out}: {len(expansion.tensors)} tensors")
 
 
 @main.command()

@@ -6,6 +6,7 @@ absolute paths come from `Pipeline`'s methods, which resolve against the yaml's 
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -26,6 +27,7 @@ from convert.yaml_lines import (
     read,
     resolve_path,
 )
+from models.errors import BadInput
 
 # Builders that `datasets` ships: their data files are files of this machine, so a missing one is found before any work.
 _FILE_BUILDERS = ("text", "json", "csv", "parquet", "arrow")
@@ -295,6 +297,8 @@ class Pipeline(Section):
         """This pipeline with another work folder, relative to the current folder."""
         other = self.model_copy(update={"work": str(folder.absolute())})
         other._path = self._path
+        if other.work_folder == other.output_folder:
+            raise BadInput(f"--work {folder}: expected a folder other than output")
         return other
 
     @property
@@ -310,20 +314,52 @@ class Pipeline(Section):
         return None if target.device is None else resolve_path(target.device, self.folder)
 
     def dataset_arguments(self, dataset: Dataset) -> dict[str, Any]:
-        """Keyword arguments for `datasets.load_dataset`, with absolute paths for what is on this machine."""
-        arguments: dict[str, Any] = {"path": dataset.path, "split": dataset.split}
-        if is_path(dataset.path, self.folder) and dataset.path not in _FILE_BUILDERS:
-            arguments["path"] = str(resolve_path(dataset.path, self.folder))
-        if dataset.name is not None:
-            arguments["name"] = dataset.name
-        if dataset.data_files is not None:
-            # Patterns of local files need the folder as well; a hub data set's files are relative to the data set.
-            local = dataset.path in _FILE_BUILDERS
-            arguments["data_files"] = [
-                str(resolve_path(file, self.folder)) if local and "://" not in file else file
-                for file in list_of_one(dataset.data_files)
-            ]
-        return arguments
+        """See `dataset_arguments`."""
+        return dataset_arguments(dataset, self.folder)
+
+    def portable(self, dataset: Dataset, folder: Path) -> dict[str, Any]:
+        """A data set in the words of the yaml, with paths that start at ``folder`` instead of the yaml's folder.
+
+        An absolute path, or any path to an output that is absolute, says something of this machine only: its last
+        part stands for it.
+        """
+        absolute = Path(self.output.path).expanduser().is_absolute()
+
+        def moved(raw: str) -> str:
+            if absolute or Path(raw).expanduser().is_absolute():
+                return "./" + Path(raw).name
+            return os.path.relpath(resolve_path(raw, self.folder), folder)
+
+        values: dict[str, Any] = dataset.model_dump(mode="json")
+        if dataset.path in _FILE_BUILDERS:
+            files = list_of_one(dataset.data_files) or []
+            values["data_files"] = [file if "://" in file else moved(file) for file in files] or None
+        elif is_path(dataset.path, self.folder):
+            # As a path even where only its name is left, so that it is not taken for a hub id.
+            name = moved(dataset.path)
+            values["path"] = name if name.startswith(".") else f"./{name}"
+        return values
+
+
+def dataset_arguments(dataset: Dataset, folder: Path) -> dict[str, Any]:
+    """Keyword arguments for `datasets.load_dataset`, with absolute paths for what is on this machine.
+
+    Args:
+        folder: where the data set's relative paths start.
+    """
+    arguments: dict[str, Any] = {"path": dataset.path, "split": dataset.split}
+    if is_path(dataset.path, folder) and dataset.path not in _FILE_BUILDERS:
+        arguments["path"] = str(resolve_path(dataset.path, folder))
+    if dataset.name is not None:
+        arguments["name"] = dataset.name
+    if dataset.data_files is not None:
+        # Patterns of local files need the folder as well; a hub data set's files are relative to the data set.
+        local = dataset.path in _FILE_BUILDERS
+        arguments["data_files"] = [
+            str(resolve_path(file, folder)) if local and "://" not in file else file
+            for file in list_of_one(dataset.data_files)
+        ]
+    return arguments
 
 
 def load(path: Path) -> Pipeline:

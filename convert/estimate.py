@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,11 +37,21 @@ class TargetEstimate:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The whole run's needs in bytes; ``memory_bytes`` is the larger of calibration's peak and validation's."""
+    """The whole run's needs in bytes.
+
+    Attributes:
+        memory_bytes: the larger of calibration's peak and validation's.
+        output_bytes, work_bytes: of disk, in the output and in the work folder.
+    """
 
     targets: tuple[TargetEstimate, ...]
     memory_bytes: int
-    disk_bytes: int
+    output_bytes: int
+    work_bytes: int
+
+    @property
+    def disk_bytes(self) -> int:
+        return self.output_bytes + self.work_bytes
 
 
 def estimate(prepared: Prepared) -> Estimate:
@@ -50,23 +59,33 @@ def estimate(prepared: Prepared) -> Estimate:
     checkpoint = prepared.model.checkpoint
     targets = tuple(_target(prepared, plan) for plan in prepared.plans)
     reference = _hidden_bytes(prepared, validation=True)
-    disk = sum(t.file_bytes + t.work_bytes for t in targets) + reference
+    output = sum(t.file_bytes for t in targets)
+    work = sum(t.work_bytes for t in targets) + reference
     largest_layer = _largest_layer(prepared)
     embedding = checkpoint.tensors[f"{prepared.model.family.embedding}.weight"].elements * prepared.dtype.itemsize
     shard = min(prepared.pipeline.output.shard_bytes, max((t.file_bytes for t in targets), default=0))
     calibration = largest_layer * 3 + embedding + _hidden_bytes(prepared, validation=False) * 2
     model_bytes = sum(info.elements for info in checkpoint.tensors.values()) * prepared.dtype.itemsize
     validation = max(reference * 2 + largest_layer + embedding * 3, model_bytes) if prepared.pipeline.validation else 0
-    return Estimate(targets, BASE_MEMORY + max(calibration, shard * 2, validation), disk)
+    return Estimate(targets, BASE_MEMORY + max(calibration, shard * 2, validation), output, work)
 
 
-def check_room(needs: Estimate, folders: Sequence[Path]) -> None:
-    """Raises EnvironmentProblem when the disk or the memory is too small for the run."""
+def check_room(needs: Estimate, output: Path, work: Path) -> None:
+    """Raises EnvironmentProblem when a disk or the memory is too small for the run.
+
+    What an earlier run has left in the two folders counts as room: this run uses or replaces it.
+    """
     problems = []
-    for folder in {_existing(folder) for folder in folders}:
-        free = shutil.disk_usage(folder).free
-        if free < needs.disk_bytes:
-            problems.append(f"{folder}: the run needs {size(needs.disk_bytes)} of disk, found {size(free)} free")
+    disks: dict[int, list[tuple[Path, int]]] = {}
+    for folder, needed in ((output, needs.output_bytes), (work, needs.work_bytes)):
+        disks.setdefault(_existing(folder).stat().st_dev, []).append((folder, needed))
+    for parts in disks.values():
+        needed = sum(bytes_ for _, bytes_ in parts)
+        free = shutil.disk_usage(_existing(parts[0][0])).free
+        held = sum(_bytes_below(folder) for folder, _ in parts)
+        if free + held < needed:
+            where = " and ".join(str(folder) for folder, _ in parts)
+            problems.append(f"{where}: the run needs {size(needed)} of disk, found {size(free)} free")
     available = psutil.virtual_memory().available
     if available < needs.memory_bytes:
         problems.append(f"the run needs about {size(needs.memory_bytes)} of memory, found {size(available)} available")
@@ -89,10 +108,15 @@ def _existing(folder: Path) -> Path:
     return folder
 
 
+def _bytes_below(folder: Path) -> int:
+    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
+
+
 def _target(prepared: Prepared, plan: TargetPlan) -> TargetEstimate:
-    scales = sum(plan.grid(linear.columns).bits_per_weight * linear.weights / 8 for linear in plan.linears)
-    # Codes take a byte each in the work folder; hidden states stand there twice around a layer's commit.
-    work = plan.weights // 2 + int(scales) + (2 * _hidden_bytes(prepared, False) if plan.recipe.uses_moments else 0)
+    # Codes and integer zero points take a byte each in the work folder, so a scale with its zero at most four.
+    groups = sum(linear.weights // plan.grid(linear.columns).group_size for linear in plan.linears)
+    # Hidden states stand there twice around a layer's commit.
+    work = plan.weights + 4 * groups + (2 * _hidden_bytes(prepared, False) if plan.recipe.uses_moments else 0)
     return TargetEstimate(plan, plan.quantized_bytes(), plan.kept_bytes(prepared.model.checkpoint), work)
 
 

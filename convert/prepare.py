@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from calibrate.text import (
     load_text,
     tokenise,
 )
-from convert.config import Dataset, Pipeline
+from convert.config import Dataset, Pipeline, Validation, dataset_arguments
 from convert.device import probe, read_device, recommend
 from convert.target import Target
 from convert.yaml_lines import suggestion
@@ -56,15 +57,21 @@ class Prepared:
         return load_tokenizer(self.model.checkpoint, tuple(self.pipeline.model.trust_remote_code or ()))
 
     def _text(self, dataset: Dataset) -> str:
-        arguments = self.pipeline.dataset_arguments(dataset)
-        text = Text(
-            path=arguments["path"],
-            name=arguments.get("name"),
-            data_files=tuple(arguments.get("data_files", ())),
-            split=arguments["split"],
-            column=dataset.column,
-        )
-        return load_text(text, self.pipeline.work_folder / "datasets")
+        return read_text(dataset, self.pipeline.folder, self.pipeline.work_folder / "datasets")
+
+    def texts(self) -> tuple[Windows | None, Settings | None]:
+        """Both of the below; raises BadInput with the problems of both texts together."""
+        results: list[Any] = []
+        problems: list[str] = []
+        for cut in (self.calibration, self.settings):
+            try:
+                results.append(cut())
+            except BadInput as error:
+                problems += error.problems
+        if problems:
+            raise BadInput(problems)
+        calibration, settings = results
+        return calibration, settings
 
     def calibration(self) -> Windows | None:
         """The calibration windows, when there is a text and a method gains from it."""
@@ -82,18 +89,43 @@ class Prepared:
         if config is None:
             return None
         text = self._text(config.dataset)
-        windows = evaluation_windows(self.tokenizer, text, config.tokens, config.sequence_length)
-        check_vocabulary(self.tokenizer, windows.ids, self.model.vocabulary, self.model.checkpoint.name)
-        greedy = config.greedy
-        prompts = cut_windows(tokenise(self.tokenizer, text), greedy.prompts, greedy.prompt_tokens, "greedy prompts")
-        return Settings(
-            windows=windows,
-            prompts=prompts,
-            greedy_tokens=greedy.tokens,
-            engine_windows=max(1, config.engine_tokens // config.sequence_length) if config.engine else 0,
-            gates=config.gates.model_dump(),
-            dtype=self.dtype,
-        )
+        return validation_settings(config, text, self.tokenizer, self.model, self.dtype)
+
+
+def read_text(dataset: Dataset, folder: Path, cache: Path) -> str:
+    """A data set's text; its relative paths start at ``folder``."""
+    arguments = dataset_arguments(dataset, folder)
+    text = Text(
+        path=arguments["path"],
+        name=arguments.get("name"),
+        data_files=tuple(arguments.get("data_files", ())),
+        split=arguments["split"],
+        column=dataset.column,
+    )
+    return load_text(text, cache)
+
+
+def validation_settings(
+    config: Validation, text: str, tokenizer: Any, model: OpenedModel, dtype: torch.dtype
+) -> Settings:
+    """How artifacts are measured on a text.
+
+    Raises:
+        BadInput: when the text is too short, or the tokenizer does not match the model.
+    """
+    greedy = config.greedy
+    windows = evaluation_windows(tokenizer, text, config.tokens, config.sequence_length)
+    prompts = cut_windows(tokenise(tokenizer, text), greedy.prompts, greedy.prompt_tokens, "greedy prompts")
+    for ids in (windows.ids, prompts):
+        check_vocabulary(tokenizer, ids, model.vocabulary, model.checkpoint.name)
+    return Settings(
+        windows=windows,
+        prompts=prompts,
+        greedy_tokens=greedy.tokens,
+        engine_windows=max(1, config.engine_tokens // config.sequence_length) if config.engine else 0,
+        gates=config.gates.model_dump(),
+        dtype=dtype,
+    )
 
 
 def prepare(pipeline: Pipeline, only: tuple[str, ...] = ()) -> Prepared:
@@ -102,6 +134,7 @@ def prepare(pipeline: Pipeline, only: tuple[str, ...] = ()) -> Prepared:
     Raises:
         BadInput: with the problems of all targets together.
     """
+    chosen = _chosen(pipeline, only)
     model = open_model(
         open_source(
             pipeline.model.source,
@@ -115,7 +148,7 @@ def prepare(pipeline: Pipeline, only: tuple[str, ...] = ()) -> Prepared:
     device = probe()
     problems: list[str] = []
     plans, reasons = [], {}
-    for target in _chosen(pipeline, only):
+    for target in chosen:
         try:
             resolved, reason = _resolve(target, pipeline, device)
             if reason:

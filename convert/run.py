@@ -24,9 +24,8 @@ from export.plan import TargetPlan
 from models.errors import BadInput, GateFailed
 from models.files import replace_file, to_json
 from validate.gates import GateResult
-from validate.measure import Reference, Settings, TargetReport, measure, measure_reference
-from validate.report import ReferenceReport, to_report, write_report
-from validate.score import Comparison
+from validate.measure import Measurement, Reference, Settings, measure, measure_reference
+from validate.report import to_report, write_report
 
 RUN_FILE = "run.json"
 
@@ -45,23 +44,45 @@ def run(pipeline: Pipeline, only: tuple[str, ...], force: bool, show: Reporter) 
         BadInput, EnvironmentProblem: before the first weight is read, where they can be known then.
     """
     began = time.monotonic()
+    _check_folders(pipeline)
     _check_output(pipeline, force)
     prepared = prepare(pipeline, only)
-    check_room(estimate(prepared), (pipeline.output_folder, pipeline.work_folder))
-    store = Store(pipeline.work_folder)
+    check_room(estimate(prepared), pipeline.output_folder, pipeline.work_folder)
+    store = Store(pipeline.work_folder, force)
     with store.locked():
-        calibration, settings = prepared.calibration(), prepared.settings()
-        source = {"name": prepared.model.checkpoint.name, "files": prepared.model.checkpoint.hashes()}
+        calibration, settings = prepared.texts()
         _claim_output(pipeline)
         for line in prepared.reasons.values():
             show.say(line)
-        artifacts = [_build(prepared, plan, calibration, source, store, force, show) for plan in prepared.plans]
+        job = _Job(prepared, _source(prepared), store, force, show)
+        artifacts = [_build(job, plan, calibration) for plan in prepared.plans]
         if settings is None:
             show.say("no validation section: nothing was measured")
             return {}
-        report = _validate(prepared, artifacts, settings, source, store, force, show, began)
+        measured = _measure_all(job, artifacts, settings)
+        report = to_report(prepared.model.checkpoint.name, settings, measured, time.monotonic() - began)
+        for (artifact, _), entry in zip(measured, report["targets"], strict=True):
+            _record(artifact, entry, pipeline)
         write_report(pipeline.output_folder / "report.json", report)
         return report
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """What every stage of a run shares; ``source`` is the ledger's entry."""
+
+    prepared: Prepared
+    source: dict[str, Any]
+    store: Store
+    force: bool
+    show: Reporter
+
+
+def _source(prepared: Prepared) -> dict[str, Any]:
+    model, checkpoint = prepared.pipeline.model, prepared.model.checkpoint
+    # The folder above an absolute path is this machine's business.
+    name = Path(model.source).name if Path(model.source).expanduser().is_absolute() else model.source
+    return {"name": name, "revision": model.revision, "files": checkpoint.hashes()}
 
 
 def raise_failed_gates(report: Mapping[str, Any]) -> None:
@@ -81,58 +102,73 @@ def _identity(pipeline: Pipeline) -> dict[str, str]:
     return {"pipeline": pipeline.path.name, "source": pipeline.model.source}
 
 
+def _check_folders(pipeline: Pipeline) -> None:
+    """Raises BadInput where a file stands in the way of a folder."""
+    problems = []
+    for key, folder in (("output", pipeline.output_folder), ("work", pipeline.work_folder)):
+        blocking = next(path for path in (folder, *folder.parents) if path.exists())
+        if not blocking.is_dir():
+            problems.append(f"{key}: {folder}: expected a folder, found the file {blocking}")
+    if problems:
+        raise BadInput(problems)
+
+
 def _check_output(pipeline: Pipeline, force: bool) -> None:
+    """Raises BadInput when the output folder holds what another run wrote, unless it may be taken over."""
     folder = pipeline.output_folder
-    if force or not folder.exists():
+    if force or not folder.exists() or not any(folder.iterdir()):
         return
-    if not folder.is_dir():
-        raise BadInput(f"{folder}: expected an output folder, found a file")
-    if not any(folder.iterdir()):
-        return
-    file = folder / RUN_FILE
-    found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    found = _read_identity(folder / RUN_FILE)
     if found != _identity(pipeline):
-        holder = "files that no run wrote" if found is None else f"the run of {found['pipeline']} on {found['source']}"
+        holder = "files that no run wrote" if not found else f"the run of {found['pipeline']} on {found['source']}"
         raise BadInput(
             f"{folder}: the output folder holds {holder}; name another `output:`, or pass --force to write into it"
         )
 
 
+def _read_identity(file: Path) -> dict[str, str]:
+    """The content of a run file; empty when there is none, or it is something else."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return {}
+    return found if isinstance(found, dict) and {"pipeline", "source"} <= found.keys() else {}
+
+
 def _claim_output(pipeline: Pipeline) -> None:
     pipeline.output_folder.mkdir(parents=True, exist_ok=True)
-    replace_file(pipeline.output_folder / RUN_FILE, to_json(_identity(pipeline)))
+    _replace_changed(pipeline.output_folder / RUN_FILE, to_json(_identity(pipeline)))
 
 
-def _build(
-    prepared: Prepared,
-    plan: TargetPlan,
-    calibration: Windows | None,
-    source: dict[str, Any],
-    store: Store,
-    force: bool,
-    show: Reporter,
-) -> Artifact:
-    """Calibrates and writes one target, or takes the artifact that is already there."""
+def _replace_changed(file: Path, content: bytes) -> None:
+    """Writes a file unless it has that content: a run that changes nothing touches nothing."""
+    if not file.is_file() or file.read_bytes() != content:
+        replace_file(file, content)
+
+
+def _build(job: _Job, plan: TargetPlan, calibration: Windows | None) -> Artifact:
+    """Calibrates and writes one target, or takes the artifact that is already there; checks its bytes either way."""
+    prepared, pipeline, store, show = job.prepared, job.prepared.pipeline, job.store, job.show
     windows = calibration if plan.recipe.uses_moments else None
     content = {
-        "source": source["files"],
+        "source": job.source["files"],
         "recipe": repr(plan.recipe),
         "windows": None if windows is None else windows.digest(),
     }
-    name, pipeline = plan.spec.name, prepared.pipeline
-    folder = pipeline.output_folder / name
     export = {
         "calibrate": store.key("calibrate", content),
         "options": dataclasses.asdict(plan.options),
         "fused": plan.spec.fused,
         "shard_bytes": pipeline.output.shard_bytes,
     }
-    key = store.key("export", export)
-    if not force and is_artifact(folder) and Ledger.read(folder).target.get("key") == key:
+    name, key = plan.spec.name, store.key("export", export)
+    folder = pipeline.output_folder / name
+    present = None if job.force else _up_to_date(folder, key, show)
+    if present is not None:
         show.say(f"{name}: up to date")
-        return Artifact(folder)
+        return present
     model = prepared.model
-    results = Results(store.stage("calibrate", content, force))
+    results = Results(store.stage("calibrate", content))
     quantize(
         model.checkpoint,
         model.linears,
@@ -141,21 +177,38 @@ def _build(
         results,
         lambda what, done, total: show(f"{name}: {what}", done, total),
     )
-    target = dataclasses.asdict(plan.spec) | {"key": key, "bits_per_weight": plan.bits_per_weight}
     ledger = Ledger(
-        source=source,
-        target=target,
+        source=job.source,
+        target=dataclasses.asdict(plan.spec) | {"key": key, "bits_per_weight": plan.bits_per_weight},
         notes=_notes(prepared, plan),
         tensors=[],
         skipped_files=model.checkpoint.skipped_files(),
         source_config=model.checkpoint.config,
         dtype=pipeline.model.dtype,
-        calibration=_calibration_record(prepared, windows),
+        calibration=_calibration_record(pipeline, folder, windows),
         device=prepared.device,
     )
     write(plan, model.checkpoint, results, model.dimensions.layers, folder, ledger, pipeline.output.shard_bytes)
+    artifact = Artifact(folder)
+    artifact.check()
     show.say(f"{name}: written to {os.path.relpath(folder)}")
-    return Artifact(folder)
+    return artifact
+
+
+def _up_to_date(folder: Path, key: str, show: Reporter) -> Artifact | None:
+    """The artifact that is already there, when it is what this run would write, and whole."""
+    if not is_artifact(folder):
+        return None
+    try:
+        artifact = Artifact(folder)
+        if artifact.ledger.target.get("key") != key:
+            return None
+        artifact.check()
+    except BadInput as error:
+        more = f" (and {len(error.problems) - 1} more)" if len(error.problems) > 1 else ""
+        show.say(f"{folder.name}: damaged, so it is written again: {error.problems[0]}{more}")
+        return None
+    return artifact
 
 
 def _notes(prepared: Prepared, plan: TargetPlan) -> tuple[str, ...]:
@@ -167,76 +220,41 @@ def _notes(prepared: Prepared, plan: TargetPlan) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _calibration_record(prepared: Prepared, windows: Windows | None) -> dict[str, Any] | None:
-    config = prepared.pipeline.calibration
+def _calibration_record(pipeline: Pipeline, folder: Path, windows: Windows | None) -> dict[str, Any] | None:
+    config = pipeline.calibration
     if config is None or windows is None:
         return None
-    return config.model_dump(mode="json") | {"text_sha256": windows.text_sha256, "windows_sha256": windows.digest()}
+    record = config.model_dump(mode="json") | {"dataset": pipeline.portable(config.dataset, folder)}
+    return record | {"text_sha256": windows.text_sha256, "windows_sha256": windows.digest()}
 
 
-def _validate(
-    prepared: Prepared,
-    artifacts: list[Artifact],
-    settings: Settings,
-    source: dict[str, Any],
-    store: Store,
-    force: bool,
-    show: Reporter,
-    began: float,
-) -> dict[str, Any]:
-    checkpoint = prepared.model.checkpoint
-    reference_key = {"source": source["files"], **settings.key()}
-    cache = store.stage("reference", reference_key, force)
+def _measure_all(job: _Job, artifacts: list[Artifact], settings: Settings) -> list[tuple[Artifact, Measurement]]:
+    """Measures every artifact, or takes the measurement of the same bytes from an earlier run."""
+    checkpoint, store, show = job.prepared.model.checkpoint, job.store, job.show
+    reference_key = {"source": job.source["files"], **settings.key()}
+    cache = store.stage("reference", reference_key)
     reference: Reference | None = None
-    reports = []
+    measured = []
     for artifact in artifacts:
         content = {"reference": reference_key, "artifact": artifact.ledger.files, "engine": settings.engine_windows}
-        stage = store.stage("measure", content, force)
-        file = stage / "report.json"
+        file = store.stage("measure", content) / "measurement.json"
         if not file.is_file():
             reference = reference or measure_reference(checkpoint, settings, cache, show)
-            replace_file(file, to_json(_stored(measure(artifact, checkpoint, reference, settings, show))))
-        report = _restored(json.loads(file.read_text(encoding="utf-8")))
-        report.judge(settings.gates)
-        artifact.check()
-        _record(artifact, report, prepared)
-        reports.append(report)
-    first = reports[0].scores
-    reference_report = ReferenceReport(
-        source=checkpoint.name,
-        dtype=prepared.pipeline.model.dtype,
-        perplexity=first.reference_perplexity,
-        perplexity_se=first.reference_perplexity_se,
-        windows=first.windows,
-        sequence_length=settings.windows.ids.shape[1],
-        tokens=first.tokens,
-        text_sha256=settings.windows.text_sha256,
-    )
-    return to_report(reference_report, [report.to_dict() for report in reports], time.monotonic() - began)
+            found = measure(artifact, checkpoint, reference, settings, show)
+            replace_file(file, to_json(found.to_dict()))
+        # Read back in either case: a first run and a second one report the same.
+        measured.append((artifact, Measurement.from_dict(json.loads(file.read_text(encoding="utf-8")))))
+    return measured
 
 
-def _stored(report: TargetReport) -> dict[str, Any]:
-    return dataclasses.asdict(report)
-
-
-def _restored(data: dict[str, Any]) -> TargetReport:
-    scores = data.pop("scores")
-    scores["nll"] = tuple(scores["nll"])
-    return TargetReport(**{**data, "scores": Comparison(**scores), "gates": [], "notes": tuple(data["notes"])})
-
-
-def _record(artifact: Artifact, report: TargetReport, prepared: Prepared) -> None:
-    """Puts the measurement into the artifact's ledger, with the text that it was taken on."""
-    config = prepared.pipeline.validation
+def _record(artifact: Artifact, entry: dict[str, Any], pipeline: Pipeline) -> None:
+    """Puts a target's entry of the report into its ledger, with the text that it was measured on."""
+    config = pipeline.validation
     assert config is not None
-    text = config.model_dump(mode="json", exclude={"gates"})
-    files = prepared.pipeline.dataset_arguments(config.dataset).get("data_files")
-    if files:
-        # Relative to the artifact, so that `convert validate` finds the text while both lie where they lie.
-        text["dataset"]["data_files"] = [_relative(file, artifact.folder) for file in files]
-    artifact.ledger.validation = {"settings": text, "report": report.to_dict()}
-    artifact.ledger.write(artifact.folder)
-
-
-def _relative(file: str, folder: Path) -> str:
-    return file if "://" in file else os.path.relpath(file, folder)
+    settings = config.model_dump(mode="json", exclude={"gates"})
+    # Relative to the artifact, so that `convert validate` finds the text while both lie where they lie.
+    settings["dataset"] = pipeline.portable(config.dataset, artifact.folder)
+    validation = {"settings": settings, "report": entry}
+    if artifact.ledger.validation != validation:
+        artifact.ledger.validation = validation
+        artifact.ledger.write(artifact.folder)

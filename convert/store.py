@@ -25,10 +25,16 @@ def digest(value: Any) -> str:
 
 
 class Store:
-    """A run's work folder."""
+    """A run's work folder.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        force: makes every stage anew, once.
+    """
+
+    def __init__(self, folder: Path, force: bool = False) -> None:
         self.folder = folder
+        self._force = force
+        self._renewed: set[str] = set()
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -54,14 +60,16 @@ class Store:
         """What a stage's folder and an artifact's ledger are named by."""
         return digest({"stage": stage, "version": STAGE_VERSIONS[stage], **content})
 
-    def stage(self, stage: str, content: Mapping[str, Any], force: bool = False) -> Path:
-        """The stage's folder, made when it is not there; with ``force``, made anew.
+    def stage(self, stage: str, content: Mapping[str, Any]) -> Path:
+        """The stage's folder, made when it is not there.
 
         ``key.json`` in it says in words what the hash stands for.
         """
         folder = self.folder / f"{stage}-{self.key(stage, content)[:16]}"
-        if force:
+        # Targets may share a stage: what the first has made anew is new enough for the second.
+        if self._force and folder.name not in self._renewed:
             shutil.rmtree(folder, ignore_errors=True)
+        self._renewed.add(folder.name)
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / "key.json").is_file():
             replace_file(folder / "key.json", to_json(json.loads(json.dumps(content, default=str))))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,9 +9,10 @@ from typing import Any
 
 import torch
 
-from calibrate.grid import Quantized, concatenate
+from calibrate.grid import Quantized, check_finite, concatenate
 from calibrate.results import QuantizedLayer, Results
 from export.layout import Layout, get
+from export.ledger import FILE as LEDGER
 from export.ledger import Ledger, LinearRow, TensorRow, missing_rows
 from export.plan import Module, TargetPlan
 from models.checkpoint import Checkpoint, Folder, TensorInfo, Writer
@@ -36,7 +36,7 @@ def write(
         ledger: filled with a row for every source tensor and the hashes of the artifact's files.
 
     Raises:
-        BadInput: when the layout cannot hold a linear.
+        BadInput: when the layout cannot hold a linear, or a kept tensor is not finite.
         RuntimeError: when a source tensor would get no row: a bug, not bad input.
     """
     layout = get(plan.spec.format)
@@ -123,7 +123,7 @@ class _Emitter:
         return rows
 
     def _split_bias(self, name: str, info: TensorInfo, dtype: str, modules: list[Module]) -> TensorRow:
-        value = self.checkpoint.read(name).to(self.plan.dtype)
+        value = self._read(name)
         leaf = name.rpartition(".")[2]
         stored = []
         for module in modules:
@@ -133,13 +133,20 @@ class _Emitter:
         return TensorRow(name, info.shape, dtype, "split", tuple(stored))
 
     def _keep(self, name: str, info: TensorInfo, dtype: str, module: str) -> TensorRow:
-        value = self.checkpoint.read(name)
+        value = self._read(name)
         reason = self.kept.get(module, "not a linear that is quantised")
-        if value.is_floating_point() and value.dtype != self.plan.dtype:
+        if value.dtype != info.dtype:
             reason += f"; cast to {str(self.plan.dtype).removeprefix('torch.')}"
-            value = value.to(self.plan.dtype)
         self.writer.add(name, value)
         return TensorRow(name, info.shape, dtype, "kept", (name,), reason)
+
+    def _read(self, name: str) -> torch.Tensor:
+        """A tensor as it is kept; the cast to the artifact's dtype must not make an infinity either."""
+        value = self.checkpoint.read(name)
+        if value.is_floating_point():
+            value = value.to(self.plan.dtype)
+            check_finite(f"{self.checkpoint.name}: {name} in {self.plan.dtype}".replace("torch.", ""), value)
+        return value
 
     def tied_head(self) -> list[TensorRow]:
         """A tied head has no tensor of its own in the source; its row says what became of it all the same."""
@@ -188,7 +195,11 @@ class Artifact:
         self.ledger = Ledger.read(folder)
         self.files = Folder(folder)
         self.config = self.files.config.get("quantization_config") or {}
-        self.layout = get(str(self.config.get("quant_method")))
+        try:
+            self.layout = get(str(self.config.get("quant_method")))
+        except BadInput as error:
+            where = f"{folder / 'config.json'}: quantization_config.quant_method"
+            raise BadInput(f"{where}: {problem}" for problem in error.problems) from error
         self.dtype: torch.dtype = getattr(torch, self.ledger.dtype)
 
     @property
@@ -220,11 +231,14 @@ class Artifact:
         stored = {f"{module}.{suffix}" for module in self.modules for suffix in self.layout.SUFFIXES}
         for row in self.ledger.tensors:
             stored |= set(row.stored_as)
+            if row.outcome in ("kept", "split"):
+                problems += [f"{name}: missing" for name in row.stored_as if name not in self.files.tensors]
         problems += [f"{name}: no row in the ledger" for name in self.files.tensors if name not in stored]
         for module in self.modules:
             problems += self.layout.tensor_problems(module, self.tensors(module), self.config)
         if problems:
-            raise BadInput(f"{self.folder}: {problem}" for problem in problems)
+            # What is wrong with the configuration is wrong with every module.
+            raise BadInput(f"{self.folder}: {problem}" for problem in dict.fromkeys(problems))
 
     @property
     def bits_per_weight(self) -> float:
@@ -289,8 +303,5 @@ def _is_float(row: TensorRow) -> bool:
 
 
 def is_artifact(folder: Path) -> bool:
-    """Whether a folder holds an artifact of this project."""
-    config = folder / "config.json"
-    if not (folder / "conversion.json").is_file() or not config.is_file():
-        return False
-    return "quantization_config" in json.loads(config.read_text(encoding="utf-8"))
+    """Whether a folder holds an artifact of this project, whole or damaged."""
+    return (folder / LEDGER).is_file()

@@ -62,8 +62,9 @@ def atomic_folder(final: Path) -> Iterator[Path]:
     An older ``final`` is replaced; what an interrupted run left behind under the temporary name is removed.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
-    partial = final.with_name(f".{final.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    partial, old = final.with_name(f".{final.name}.partial"), final.with_name(f".{final.name}.old")
+    for left in (partial, old):
+        shutil.rmtree(left, ignore_errors=True)
     partial.mkdir()
     try:
         yield partial
@@ -71,8 +72,6 @@ def atomic_folder(final: Path) -> Iterator[Path]:
             sync(path)
         sync(partial)
         if final.exists():
-            old = final.with_name(f".{final.name}.old")
-            shutil.rmtree(old, ignore_errors=True)
             final.rename(old)
             partial.rename(final)
             shutil.rmtree(old)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ RULES: dict[str, tuple[str, bool]] = {
 
 @dataclass(frozen=True)
 class GateResult:
-    """One gate's outcome; ``measured`` is None when it could not be evaluated, which fails."""
+    """One gate's outcome; ``measured`` is None when there is no finite number to judge, which fails."""
 
     gate: str
     bound: float
@@ -42,6 +43,8 @@ def evaluate(gates: Mapping[str, float | None], measured: Mapping[str, Any]) -> 
             continue
         name, is_maximum = RULES[gate]
         value = measured.get(name)
+        if value is not None and not math.isfinite(value):
+            value = None
         passed = value is not None and (value <= bound if is_maximum else value >= bound)
         results.append(GateResult(gate, bound, value, passed))
     return results

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import nn
 
 from calibrate.grid import concatenate
+from calibrate.results import save_tensors
 from calibrate.text import Windows
 from export.artifact import Artifact, Expansion
 from models.checkpoint import Checkpoint
 from models.errors import BadInput
-from validate.gates import GateResult, evaluate
 from validate.greedy import Continuations, continue_greedily, divergences
 from validate.kernels import TinygemmLinear, W4A8Linear
 from validate.score import Comparison, Swap, compare, final_hidden
 
 Progress = Callable[[str, int, int], None]
+# exp of more overflows.
+MAX_EXPONENT = 700.0
 ENGINES: Mapping[str, tuple[str, type[nn.Module]]] = {
     "gptq": ("vLLM W4A8 kernel (bit-exact emulation)", W4A8Linear),
     "awq": ("torch int4 operator (as GPTQModel packs AWQ)", TinygemmLinear),
@@ -68,66 +69,48 @@ class Reference:
     continuations: Continuations
 
 
-@dataclass
-class TargetReport:
-    """One target's entry of the report (see README: how to read the report)."""
+@dataclass(frozen=True)
+class Measurement:
+    """What an artifact lost: decided by its bytes, the reference and the settings, so that it may be kept for later.
 
-    name: str
-    format: str
-    bits_per_weight: float
-    file_bytes: int
+    Attributes:
+        greedy: continuations identical of how many, and each first divergence.
+        engine: the engine's name with its figures, or with the reason why it was ``skipped``.
+    """
+
     scores: Comparison
     greedy: dict[str, Any]
     engine: dict[str, Any]
-    gates: list[GateResult] = field(default_factory=list)
-    notes: tuple[str, ...] = ()
-    kept: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def passed(self) -> bool:
-        return all(gate.passed for gate in self.gates)
-
-    def judge(self, gates: Mapping[str, float | None]) -> None:
-        """Evaluates the gates on what was measured."""
-        self.gates = evaluate(
-            gates,
-            {
-                "perplexity_increase": self.scores.perplexity_ratio - 1,
-                "kl": self.scores.kl,
-                "top1": self.scores.top1,
-                "greedy_identical": self.greedy["identical"],
-                "engine_gap": self.engine.get("gap"),
-                "snr_db": self.scores.snr_db,
-                "bits_per_weight": self.bits_per_weight,
-            },
-        )
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON entry; the scores stand beside the name."""
-        scores = {k: v for k, v in asdict(self.scores).items() if not k.startswith("reference_") and k != "nll"}
-        head = {key: getattr(self, key) for key in ("name", "format", "bits_per_weight", "file_bytes")}
-        tail = {
-            "greedy": self.greedy,
-            "engine": self.engine,
-            "gates": [asdict(gate) for gate in self.gates],
-            "notes": list(self.notes),
-            "kept": self.kept,
-        }
-        return head | scores | tail
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Measurement:
+        """The inverse of ``to_dict``, through JSON."""
+        scores = {**data["scores"], "nll": tuple(data["scores"]["nll"])}
+        return Measurement(Comparison(**scores), data["greedy"], data["engine"])
 
 
 def measure_reference(checkpoint: Checkpoint, settings: Settings, cache: Path, progress: Progress) -> Reference:
-    """Scores the reference once; ``cache`` is a folder for this checkpoint and these settings only."""
+    """Scores the reference once; ``cache`` is a folder for this checkpoint and these settings only.
+
+    Raises:
+        BadInput: when the reference itself overflows in its compute dtype, so that nothing can be compared with it.
+    """
     file = cache / "reference.safetensors"
     if not file.is_file():
         hidden = final_hidden(
             checkpoint, settings.windows.ids, settings.dtype, progress=lambda d, t: progress("reference", d, t)
         )
+        if not bool(torch.isfinite(hidden).all()):
+            dtype = str(settings.dtype).removeprefix("torch.")
+            raise BadInput(
+                f"{checkpoint.name}: the reference's hidden states are not finite in {dtype}: set another `model.dtype`"
+            )
         continuations = continue_greedily(checkpoint, settings.prompts, settings.greedy_tokens, settings.dtype)
-        partial = file.with_name(".partial.safetensors")
         tensors = {"hidden": hidden, "tokens": continuations.tokens, "margins": continuations.margins}
-        save_file({k: v.contiguous() for k, v in tensors.items()}, partial)
-        partial.replace(file)
+        save_tensors(file, {k: v.contiguous() for k, v in tensors.items()})
     with safe_open(file, "pt") as stored:
         continuations = Continuations(stored.get_tensor("tokens"), stored.get_tensor("margins"))
         return Reference(stored.get_tensor("hidden"), continuations)
@@ -139,38 +122,23 @@ def measure(
     reference: Reference,
     settings: Settings,
     progress: Progress,
-) -> TargetReport:
-    """Checks an artifact's bytes and measures what they lost against the reference checkpoint.
-
-    Raises:
-        BadInput: when the artifact's bytes are not what its ledger and layout say.
-    """
-    artifact.check()
-    name = artifact.folder.name
+) -> Measurement:
+    """Measures what an artifact's bytes lost against the reference checkpoint; `Artifact.check` comes first."""
+    name = artifact.ledger.target["name"]
     expansion = Expansion(artifact)
     ids = settings.windows.ids
     hidden = final_hidden(expansion, ids, settings.dtype, progress=lambda d, t: progress(f"{name}: weights", d, t))
     scores = compare(checkpoint, reference.hidden, expansion, hidden, ids, settings.dtype)
     continuations = continue_greedily(expansion, settings.prompts, settings.greedy_tokens, settings.dtype)
     diverged = divergences(reference.continuations, continuations)
-    report = TargetReport(
-        name=name,
-        format=str(artifact.config["quant_method"]),
-        bits_per_weight=artifact.bits_per_weight,
-        file_bytes=sum(p.stat().st_size for p in artifact.folder.iterdir() if p.suffix == ".safetensors"),
-        scores=scores,
-        greedy={
-            "identical": len(settings.prompts) - len(diverged),
-            "of": len(settings.prompts),
-            "tokens": settings.greedy_tokens,
-            "divergences": [asdict(d) for d in diverged],
-        },
-        engine=_engine(artifact, expansion, checkpoint, reference, settings, scores, progress),
-        notes=artifact.ledger.notes,
-        kept={row.tensor: row.reason for row in artifact.ledger.tensors if row.outcome in ("kept", "tied")},
-    )
-    report.judge(settings.gates)
-    return report
+    greedy = {
+        "identical": len(settings.prompts) - len(diverged),
+        "of": len(settings.prompts),
+        "tokens": settings.greedy_tokens,
+        "divergences": [asdict(d) for d in diverged],
+    }
+    engine = _engine(artifact, expansion, checkpoint, reference, settings, scores, progress)
+    return Measurement(scores, greedy, engine)
 
 
 def _engine(
@@ -190,13 +158,14 @@ def _engine(
     chosen = [i * total // settings.engine_windows for i in range(settings.engine_windows)]
     ids = settings.windows.ids[chosen]
     swap = kernel_swap(artifact, expansion, kernel, settings.dtype)
-    what = f"{artifact.folder.name}: engine"
+    what = f"{artifact.ledger.target['name']}: engine"
     try:
         hidden = final_hidden(expansion, ids, settings.dtype, swap, lambda d, t: progress(what, d, t))
+        # The head is swapped here, so it may be refused here.
+        engine = compare(checkpoint, reference.hidden[chosen], expansion, hidden, ids, settings.dtype, swap)
     except UnsuitedKernelError as error:
         return {"name": name, "skipped": str(error)}
-    engine = compare(checkpoint, reference.hidden[chosen], expansion, hidden, ids, settings.dtype, swap)
-    weights_only = math.exp(sum(scores.nll[i] for i in chosen) / len(chosen))
+    lost = sum(engine.nll) / len(chosen) - sum(scores.nll[i] for i in chosen) / len(chosen)
     return {
         "name": name,
         "perplexity": engine.perplexity,
@@ -204,7 +173,7 @@ def _engine(
         "perplexity_ratio_se": engine.perplexity_ratio_se,
         "kl": engine.kl,
         "tokens": engine.tokens,
-        "gap": abs(engine.perplexity / weights_only - 1),
+        "gap": abs(math.expm1(lost)) if lost < MAX_EXPONENT else math.inf,
     }
 
 

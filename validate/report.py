@@ -2,52 +2,95 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from export.artifact import Artifact
 from export.ledger import versions
 from models.files import replace_file, to_json
+from validate.gates import GateResult, evaluate
+from validate.measure import Measurement, Settings
 
 SCHEMA = 1
 
 
-@dataclass(frozen=True)
-class ReferenceReport:
-    """The reference's own figures and how text became tokens.
+# How text became tokens; perplexities under other policies do not compare.
+BOS = "none: the text is tokenised whole without special tokens and cut into windows"
 
-    Attributes:
-        tokens: predictions scored.
-        bos: the policy for special tokens.
+
+def to_report(
+    source: str, settings: Settings, targets: Sequence[tuple[Artifact, Measurement]], seconds: float
+) -> dict[str, Any]:
+    """The whole report as JSON values. A figure that is not finite (a broken build's) is null there.
+
+    Args:
+        source: the reference, as the user names it.
+        targets: at least one.
     """
-
-    source: str
-    dtype: str
-    perplexity: float
-    perplexity_se: float
-    windows: int
-    sequence_length: int
-    tokens: int
-    text_sha256: str
-    bos: str = "none: the text is tokenised whole without special tokens and cut into windows"
-
-    def to_dict(self) -> dict[str, Any]:
-        return dict(vars(self))
-
-
-def to_report(reference: ReferenceReport, targets: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, Any]:
-    """The whole report as JSON values; ``targets`` are `TargetReport.to_dict` entries."""
-    return {
+    scores = targets[0][1].scores
+    reference = {
+        "source": source,
+        "dtype": str(settings.dtype).removeprefix("torch."),
+        "perplexity": scores.reference_perplexity,
+        "perplexity_se": scores.reference_perplexity_se,
+        "windows": scores.windows,
+        "sequence_length": settings.windows.ids.shape[1],
+        "tokens": scores.tokens,
+        "text_sha256": settings.windows.text_sha256,
+        "bos": BOS,
+    }
+    report: dict[str, Any] = {
         "schema": SCHEMA,
-        "reference": reference.to_dict(),
-        "targets": list(targets),
+        "reference": plain(reference),
+        "targets": [target_report(artifact, measured, settings.gates) for artifact, measured in targets],
         "versions": versions(),
         "seconds": round(seconds, 1),
     }
+    return report
+
+
+def target_report(artifact: Artifact, measured: Measurement, gates: Mapping[str, float | None]) -> dict[str, Any]:
+    """One target's entry, judged by ``gates`` (see README: how to read the report)."""
+    scores = asdict(measured.scores)
+    judged = {
+        "perplexity_increase": measured.scores.perplexity_ratio - 1,
+        "kl": measured.scores.kl,
+        "top1": measured.scores.top1,
+        "greedy_identical": measured.greedy["identical"],
+        "engine_gap": measured.engine.get("gap"),
+        "snr_db": measured.scores.snr_db,
+        "bits_per_weight": artifact.bits_per_weight,
+    }
+    entry: dict[str, Any] = plain(
+        {
+            "name": artifact.ledger.target["name"],
+            "format": artifact.layout.FORMAT,
+            "bits_per_weight": artifact.bits_per_weight,
+            "file_bytes": sum(file.stat().st_size for file in artifact.files.weight_files),
+            **{k: v for k, v in scores.items() if not k.startswith("reference_") and k != "nll"},
+            "greedy": measured.greedy,
+            "engine": measured.engine,
+            "gates": [asdict(gate) for gate in evaluate(gates, judged)],
+            "notes": artifact.ledger.notes,
+            "kept": {row.tensor: row.reason for row in artifact.ledger.tensors if row.outcome in ("kept", "tied")},
+        }
+    )
+    return entry
+
+
+def plain(value: Any) -> Any:
+    """The value as JSON knows it: tuples as lists, and None for a number that is not finite."""
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_report(path: Path, report: Mapping[str, Any]) -> None:
@@ -73,8 +116,12 @@ def print_table(report: Mapping[str, Any], console: Console) -> None:
             console.print(f"{target['name']}: {line}", highlight=False, soft_wrap=True)
 
 
-def _with_error(value: float, error: float, digits: int) -> str:
-    return f"{value:.{digits}f} ± {error:.{digits}f}"
+def _figure(value: float | None, digits: int) -> str:
+    return "not finite" if value is None else f"{value:.{digits}f}"
+
+
+def _with_error(value: float | None, error: float | None, digits: int) -> str:
+    return f"{_figure(value, digits)} ± {_figure(error, digits)}"
 
 
 def _row(target: Mapping[str, Any]) -> list[str]:
@@ -86,10 +133,10 @@ def _row(target: Mapping[str, Any]) -> list[str]:
         f"{target['bits_per_weight']:.4g}",
         _with_error(target["perplexity"], target["perplexity_se"], 3),
         _with_error(target["perplexity_ratio"], target["perplexity_ratio_se"], 4),
-        f"{engine['perplexity_ratio']:.4f}" if "perplexity_ratio" in engine else "not measured",
-        f"{target['kl']:.4f}",
-        f"{target['top1']:.3f}",
-        f"{target['snr_db']:.1f}",
+        _figure(engine["perplexity_ratio"], 4) if "perplexity_ratio" in engine else "not measured",
+        _figure(target["kl"], 4),
+        _figure(target["top1"], 3),
+        _figure(target["snr_db"], 1),
         f"{target['greedy']['identical']}/{target['greedy']['of']}",
         "none" if not gates else f"{failed} failed" if failed else "passed",
     ]
@@ -101,13 +148,13 @@ def _remarks(target: Mapping[str, Any]) -> list[str]:
     if "skipped" in engine:
         lines.append(f"engine not measured: {engine['name']}: {engine['skipped']}")
     else:
-        lines.append(f"engine: {engine['name']}, {engine['gap']:.2%} from the expanded weights' perplexity")
+        gap = "not finite" if engine["gap"] is None else f"{engine['gap']:.2%}"
+        lines.append(f"engine: {engine['name']}, {gap} from the expanded weights' perplexity")
     by_reason: dict[str, int] = {}
     for reason in target["kept"].values():
         by_reason[reason] = by_reason.get(reason, 0) + 1
     lines += [f"kept: {count} tensors: {reason}" for reason, count in by_reason.items()]
     for gate in target["gates"]:
         if not gate["passed"]:
-            found = "not measured" if gate["measured"] is None else f"{gate['measured']:.5g}"
-            lines.append(f"gate failed: {gate['gate']}: expected {gate['bound']:g}, found {found}")
+            lines.append(f"gate failed: {GateResult(**gate).text}")
     return lines

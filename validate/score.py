@@ -15,6 +15,8 @@ from calibrate.replay import Replay
 from models.checkpoint import Checkpoint
 
 Progress = Callable[[int, int], None]
+# What stands for "no difference": fp32 logits cannot come this near without being equal, and JSON has no infinity.
+SNR_LIMIT_DB = 200.0
 Swap = Callable[[str], nn.Module | None]
 
 
@@ -82,7 +84,8 @@ class Comparison:
         kl: mean KL divergence reference || model, in nats.
         top1: share of positions with the same most likely token.
         top5_overlap: mean share of the reference's five most likely tokens among the model's.
-        snr_db: energy of the reference's logits over that of the difference.
+        snr_db: energy of the reference's logits over that of the difference, within ± SNR_LIMIT_DB, which stands for
+            equal logits.
         max_logit_difference: the largest.
         tokens, windows: how many predictions were scored, in how many windows.
         nll: the model's mean negative log-likelihood of each window.
@@ -161,8 +164,9 @@ class _Sums:
 
     def comparison(self) -> Comparison:
         reference, model = torch.tensor(self.reference).double(), torch.tensor(self.model).double()
-        perplexity, reference_perplexity = math.exp(model.mean()), math.exp(reference.mean())
-        ratio = math.exp((model - reference).mean())
+        # torch's exp: a broken model's perplexity is infinite, not an OverflowError.
+        perplexity, reference_perplexity = float(model.mean().exp()), float(reference.mean().exp())
+        ratio = float((model - reference).mean().exp())
         return Comparison(
             perplexity=perplexity,
             perplexity_se=perplexity * _standard_error(model),
@@ -173,12 +177,20 @@ class _Sums:
             kl=self.kl / self.tokens,
             top1=self.top1 / self.tokens,
             top5_overlap=self.top5 / self.tokens,
-            snr_db=10 * math.log10(self.signal / self.noise) if self.noise else math.inf,
+            snr_db=_decibels(self.signal, self.noise),
             max_logit_difference=self.largest,
             tokens=self.tokens,
             windows=len(self.reference),
             nll=tuple(self.model),
         )
+
+
+def _decibels(signal: float, noise: float) -> float:
+    if math.isnan(signal) or math.isnan(noise):
+        return math.nan
+    if not signal or not noise:
+        return SNR_LIMIT_DB if not noise else -SNR_LIMIT_DB
+    return max(-SNR_LIMIT_DB, min(SNR_LIMIT_DB, 10 * (math.log10(signal) - math.log10(noise))))
 
 
 def _standard_error(values: torch.Tensor) -> float:
