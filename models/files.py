@@ -63,6 +63,9 @@ def atomic_folder(final: Path) -> Iterator[Path]:
     """
     final.parent.mkdir(parents=True, exist_ok=True)
     partial, old = final.with_name(f".{final.name}.partial"), final.with_name(f".{final.name}.old")
+    # A run that was killed between the two renames below left the old folder under this name only.
+    if old.exists() and not final.exists():
+        old.rename(final)
     for left in (partial, old):
         shutil.rmtree(left, ignore_errors=True)
     partial.mkdir()
@@ -74,12 +77,14 @@ def atomic_folder(final: Path) -> Iterator[Path]:
         if final.exists():
             final.rename(old)
             partial.rename(final)
-            shutil.rmtree(old)
+            shutil.rmtree(old, ignore_errors=True)
         else:
             partial.rename(final)
         sync(final.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
+        if old.exists() and not final.exists():
+            old.rename(final)
         raise
 
 

@@ -27,7 +27,8 @@ def open_model(checkpoint: Checkpoint) -> OpenedModel:
     """Checks a checkpoint's tensors against its configuration.
 
     Raises:
-        BadInput: for an unknown family or a configuration that makes no model, and for every missing, unexpected or misshapen tensor.
+        BadInput: for an unknown family, a configuration that makes no model, and for every missing, unexpected or
+            misshapen tensor.
     """
     family = family_of(checkpoint.config, checkpoint.name)
     model = skeleton(checkpoint, torch.bfloat16)

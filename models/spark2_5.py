@@ -98,6 +98,8 @@ class Spark2_5Config(PreTrainedConfig):
                 problems.append(f"layer_types: expected one of {LAYER_TYPES}, found {layer_type!r}")
             elif "rope_theta" not in self._rope(layer_type):
                 problems.append(f"rope_parameters: no rope_theta for {layer_type!r}")
+            elif (kind := self._rope(layer_type).get("rope_type", "default")) != "default":
+                problems.append(f"rope_parameters: {layer_type}: rope_type: expected default, found {kind!r}")
         if self.gate_attn_act_mode not in GATE_ACTIVATIONS:
             problems.append(f"gate_attn_act_mode: expected sigmoid or silu, found {self.gate_attn_act_mode!r}")
         if self.num_key_value_heads < 1 or self.num_attention_heads % self.num_key_value_heads:
