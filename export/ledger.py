@@ -92,7 +92,7 @@ class Ledger:
             data["notes"] = tuple(data["notes"])
             data["tensors"] = [_tensor_row(row) for row in data["tensors"]]
             return Ledger(**data)
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise BadInput(f"{path}: not a readable ledger: {error!r}") from error
 
 
