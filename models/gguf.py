@@ -50,10 +50,11 @@ class GgufFile(Checkpoint):
         self.config = _plain(config.to_diff_dict())
         self._processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
         names = get_gguf_hf_weights_map(model, self._processor)
-        shapes = {k: tuple(v.shape) for k, v in model.state_dict().items()}
         self._stored = {names[t.name]: t for t in reader.tensors if t.name in names}
         self._unmapped = [t.name for t in reader.tensors if t.name not in names]
-        self.tensors = {name: TensorInfo(torch.float32, shapes[name]) for name in self._stored}
+        # GGUF counts dimensions from the innermost.
+        shapes = {name: tuple(int(n) for n in reversed(t.shape)) for name, t in self._stored.items()}
+        self.tensors = {name: TensorInfo(torch.float32, shape) for name, shape in shapes.items()}
 
     def read(self, name: str) -> torch.Tensor:
         from gguf import dequantize
@@ -69,7 +70,10 @@ class GgufFile(Checkpoint):
         from transformers import AutoTokenizer
 
         self._side_folder.mkdir(parents=True, exist_ok=True)
-        tokenizer = AutoTokenizer.from_pretrained(str(self.path.parent), gguf_file=self.path.name)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(str(self.path.parent), gguf_file=self.path.name)
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            raise BadInput(f"{self.path}: expected a tokenizer that transformers can rebuild, found {error}") from error
         tokenizer.save_pretrained(self._side_folder)
         return {p.name: p for p in sorted(self._side_folder.iterdir()) if p.is_file()}
 
