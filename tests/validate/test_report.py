@@ -1,0 +1,139 @@
+"""The report: valid JSON whatever was measured, and a table in which nothing that went wrong is missing."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from calibrate.text import Windows
+from tests.helpers import tokens
+from tests.workshop import Workshop, spec
+from validate.measure import Measurement, Settings
+from validate.report import plain, print_table, target_report, to_report, write_report
+from validate.score import Comparison
+
+SCORES = Comparison(
+    perplexity=12.0,
+    perplexity_se=0.5,
+    reference_perplexity=10.0,
+    reference_perplexity_se=0.4,
+    perplexity_ratio=1.2,
+    perplexity_ratio_se=0.01,
+    kl=0.1,
+    top1=0.9,
+    top5_overlap=0.8,
+    snr_db=15.0,
+    max_logit_difference=3.0,
+    tokens=62,
+    windows=2,
+    nll=(2.0, 3.0),
+)
+ENGINE = {"name": "an engine", "perplexity": 12.1, "perplexity_ratio": 1.21, "gap": 0.0083}
+GREEDY = {"identical": 1, "of": 2, "tokens": 5, "divergences": [{"prompt": 0}]}
+
+
+def settings(**gates: float) -> Settings:
+    return Settings(Windows(tokens(2, 32), 2, "ab"), tokens(2, 8), 5, 2, gates, torch.bfloat16)
+
+
+def report(workshop: Workshop, measured: Measurement, **gates: float) -> dict[str, Any]:
+    artifact = workshop.built("spark2_5", spec("gptq")).artifact
+    return to_report("source", settings(**gates), [(artifact, measured)], 1.25)
+
+
+def table(found: dict[str, Any]) -> str:
+    stream = io.StringIO()
+    print_table(found, Console(file=stream, width=200))
+    return stream.getvalue()
+
+
+def refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
+BROKEN = Measurement(
+    replace(
+        SCORES, perplexity=math.inf, perplexity_se=math.nan, perplexity_ratio=math.inf, kl=math.nan, snr_db=-math.inf
+    ),
+    GREEDY,
+    {**ENGINE, "perplexity_ratio": math.nan, "gap": math.inf},
+)
+
+
+@pytest.mark.parametrize("measured", [Measurement(SCORES, GREEDY, ENGINE), BROKEN])
+def test_a_report_is_valid_json_whatever_was_measured(
+    workshop: Workshop, tmp_path: Path, measured: Measurement
+) -> None:
+    found = report(workshop, measured, max_kl=1.0, max_perplexity_increase=1.0, max_engine_gap=1.0, min_snr_db=1.0)
+    write_report(tmp_path / "report.json", found)
+    assert json.loads((tmp_path / "report.json").read_text(), parse_constant=refuse) == found
+
+
+def test_what_is_not_finite_is_null_fails_its_gates_and_shows(workshop: Workshop) -> None:
+    found = report(workshop, BROKEN, max_kl=1.0, max_perplexity_increase=1.0, max_engine_gap=1.0, min_top1=0.5)
+    (target,) = found["targets"]
+    assert target["perplexity"] is None and target["kl"] is None and target["engine"]["gap"] is None
+    assert {gate["gate"]: gate["passed"] for gate in target["gates"]} == {
+        "max_kl": False,
+        "max_perplexity_increase": False,
+        "max_engine_gap": False,
+        "min_top1": True,
+    }
+    text = table(found)
+    assert "not finite ± not finite" in text and "3 failed" in text
+    assert "gate failed: max_kl: expected 1, found not measured" in text
+
+
+def test_the_figures_of_a_target_stand_in_report_and_table(workshop: Workshop) -> None:
+    found = report(workshop, Measurement(SCORES, GREEDY, ENGINE), max_kl=1.0)
+    (target,) = found["targets"]
+    assert found["schema"] == 1 and found["seconds"] == 1.2
+    assert found["reference"]["perplexity"] == 10.0 and found["reference"]["bos"].startswith("none")
+    assert (target["name"], target["format"], target["perplexity_ratio"]) == ("gptq", "gptq", 1.2)
+    assert "nll" not in target and "reference_perplexity" not in target
+    text = table(found)
+    for part in ("12.000 ± 0.500", "1.2000 ± 0.0100", "1.2100", "0.1000", "0.900", "15.0", "1/2", "passed", "0.83%"):
+        assert part in text, part
+
+
+def test_every_gate_is_judged_on_its_own_figure(workshop: Workshop) -> None:
+    artifact = workshop.built("spark2_5", spec("gptq")).artifact
+    gates = {
+        "max_perplexity_increase": 0.21,
+        "max_kl": 0.1,
+        "min_top1": 0.9,
+        "min_greedy_identical": 1,
+        "max_engine_gap": 0.0083,
+        "min_snr_db": 15.0,
+        "max_bits_per_weight": artifact.bits_per_weight,
+    }
+    entry = target_report(artifact, Measurement(SCORES, GREEDY, ENGINE), gates)
+    assert [gate["gate"] for gate in entry["gates"]] == list(gates)
+    assert all(gate["passed"] for gate in entry["gates"])
+    measured = [gate["measured"] for gate in entry["gates"]]
+    assert measured == pytest.approx([0.2, *list(gates.values())[1:]])
+
+
+def test_a_skipped_engine_is_said_and_fails_its_gate(workshop: Workshop) -> None:
+    measured = Measurement(SCORES, GREEDY, {"name": "an engine", "skipped": "a reason"})
+    found = report(workshop, measured, max_engine_gap=1.0)
+    assert not found["targets"][0]["gates"][0]["passed"]
+    text = table(found)
+    assert "engine not measured: an engine: a reason" in text and "not measured" in text
+
+
+def test_what_stayed_unquantised_is_counted_by_reason(workshop: Workshop) -> None:
+    text = table(report(workshop, Measurement(SCORES, GREEDY, ENGINE)))
+    assert "kept: 2 tensors: the head gate stays in bf16" in text
+
+
+def test_plain_turns_tuples_and_numbers_into_json() -> None:
+    assert plain({"a": (1, math.inf, [math.nan, "x"]), "b": True}) == {"a": [1, None, [None, "x"]], "b": True}
