@@ -178,7 +178,7 @@ class _Sums:
         return likelihoods
 
     def comparison(self) -> Comparison:
-        reference, model = torch.tensor(self.reference).double(), torch.tensor(self.model).double()
+        reference, model = (torch.tensor(nll, dtype=torch.float64) for nll in (self.reference, self.model))
         # torch's exp: a broken model's perplexity is infinite, not an OverflowError.
         perplexity, reference_perplexity = float(model.mean().exp()), float(reference.mean().exp())
         ratio = float((model - reference).mean().exp())
