@@ -142,6 +142,7 @@ def prepare(pipeline: Pipeline, only: tuple[str, ...] = ()) -> Prepared:
             side_folder=pipeline.work_folder / "tokenizer",
             revision=pipeline.model.revision,
             allow_pickle=tuple(pipeline.model.allow_pickle or ()),
+            allow_code=tuple(pipeline.model.trust_remote_code or ()),
         )
     )
     dtype = getattr(torch, pipeline.model.dtype)

@@ -29,9 +29,9 @@ class GgufFile(Checkpoint):
     def __init__(self, path: Path, side_folder: Path, name: str | None = None) -> None:
         # Lazily: gguf and transformers cost seconds that a safetensors source need not pay.
         from accelerate import init_empty_weights
-        from gguf import GGUFReader
+        from gguf import MODEL_ARCH_NAMES, GGUFReader, get_tensor_name_map
         from transformers import AutoConfig, AutoModelForCausalLM
-        from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+        from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
         self.path, self.name = path, name or str(path)
         self._side_folder = side_folder
@@ -40,18 +40,21 @@ class GgufFile(Checkpoint):
         try:
             reader = GGUFReader(path)
             config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
+            architecture = bytes(reader.fields["general.architecture"].parts[-1]).decode()
+            known = {name: arch for arch, name in MODEL_ARCH_NAMES.items()}
+            names = get_tensor_name_map(known[architecture], config.num_hidden_layers)
         except (ValueError, KeyError, IndexError, OSError, NotImplementedError) as error:
             raise BadInput(f"{path}: expected a GGUF file of a model that transformers knows, found {error}") from error
-        architecture = bytes(reader.fields["general.architecture"].parts[-1]).decode()
         config.architectures = None
         with init_empty_weights():
             model = AutoModelForCausalLM.from_config(config)
         config.architectures = [type(model).__name__]
         self.config = _plain(config.to_diff_dict())
         self._processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
-        names = get_gguf_hf_weights_map(model, self._processor)
-        self._stored = {names[t.name]: t for t in reader.tensors if t.name in names}
-        self._unmapped = [t.name for t in reader.tensors if t.name not in names]
+        suffixes = (".weight", ".bias")
+        ours = {names.get_name(name, try_suffixes=suffixes): name for name in model.state_dict()}
+        self._stored = {ours[t.name]: t for t in reader.tensors if t.name in ours}
+        self._unmapped = [t.name for t in reader.tensors if t.name not in ours]
         # GGUF counts dimensions from the innermost.
         shapes = {name: tuple(int(n) for n in reversed(t.shape)) for name, t in self._stored.items()}
         self.tensors = {name: TensorInfo(torch.float32, shape) for name, shape in shapes.items()}

@@ -19,6 +19,7 @@ def open_source(
     side_folder: Path,
     revision: str | None = None,
     allow_pickle: tuple[str, ...] = (),
+    allow_code: tuple[str, ...] = (),
 ) -> Checkpoint:
     """Opens a source without reading weights.
 
@@ -28,6 +29,7 @@ def open_source(
         side_folder: where a GGUF's tokenizer is written.
         revision: commit, tag or branch, for a hub id.
         allow_pickle: names of pickled weight files that may be read.
+        allow_code: names of the Python modules that a hub id's tokenizer may bring; without it none are downloaded.
 
     Raises:
         BadInput: when the source cannot be found or is damaged.
@@ -44,7 +46,8 @@ def open_source(
         return GgufFile(path, side_folder, name=source)
     if path.exists() or source.startswith((".", "/", "~")):
         return Folder(path, name=source, allow_pickle=allow_pickle)
-    return Folder(_snapshot(source, revision, allow_pickle), name=source, allow_pickle=allow_pickle)
+    allowed = (*allow_pickle, *(f"{module}.py" for module in allow_code))
+    return Folder(_snapshot(source, revision, allowed), name=source, allow_pickle=allow_pickle)
 
 
 def _package_file(source: str) -> Path:
@@ -61,12 +64,12 @@ def _package_file(source: str) -> Path:
     return found[0]
 
 
-def _snapshot(source: str, revision: str | None, allow_pickle: tuple[str, ...]) -> Path:
+def _snapshot(source: str, revision: str | None, allowed: tuple[str, ...]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(source, revision=revision, allow_patterns=[*HUB_PATTERNS, *allow_pickle]))
+        return Path(snapshot_download(source, revision=revision, allow_patterns=[*HUB_PATTERNS, *allowed]))
     except HFValidationError as error:
         raise BadInput(f"{source}: neither a folder nor a hub id ({error})") from error
     except LocalEntryNotFoundError as error:

