@@ -69,7 +69,8 @@ class Prepared:
             except BadInput as error:
                 problems += error.problems
         if problems:
-            raise BadInput(problems)
+            # A missing tokenizer, say, is a problem of both.
+            raise BadInput(dict.fromkeys(problems))
         calibration, settings = results
         return calibration, settings
 
