@@ -118,9 +118,13 @@ def check_finite(name: str, weight: torch.Tensor) -> None:
 
 
 def stored_scales(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rounds to the stored dtype; a scale that would vanish there becomes 1 (its group is all zero to the grid)."""
-    rounded = scales.to(dtype)
-    usable = torch.isfinite(rounded) & (rounded.float().abs() >= torch.finfo(dtype).smallest_normal)
+    """Rounds positive scales to the stored dtype and at most to its largest number.
+
+    A scale that would vanish there, or that fp32 does not hold as a normal number, becomes 1: its group is all zero
+    to the grid.
+    """
+    rounded = scales.clamp(max=torch.finfo(dtype).max).to(dtype)
+    usable = rounded.float() >= torch.finfo(torch.float32).smallest_normal
     return torch.where(usable, rounded, torch.ones_like(rounded))
 
 
