@@ -22,7 +22,7 @@ class TargetEstimate:
 
     Attributes:
         quantized_bytes, kept_bytes: of the artifact's tensors, exact.
-        work_bytes: codes, scales and hidden states in the work folder.
+        work_bytes: codes and scales in the work folder.
     """
 
     plan: TargetPlan
@@ -60,7 +60,9 @@ def estimate(prepared: Prepared) -> Estimate:
     targets = tuple(_target(prepared, plan) for plan in prepared.plans)
     reference = _hidden_bytes(prepared, validation=True)
     output = sum(t.file_bytes for t in targets)
-    work = sum(t.work_bytes for t in targets) + reference
+    # Hidden states stand there twice around a layer's commit, and go with a target's last layer.
+    hidden = 2 * _hidden_bytes(prepared, validation=False) * any(plan.recipe.uses_moments for plan in prepared.plans)
+    work = sum(t.work_bytes for t in targets) + hidden + reference
     largest_layer = _largest_layer(prepared)
     embedding = checkpoint.tensors[f"{prepared.model.family.embedding}.weight"].elements * prepared.dtype.itemsize
     shard = min(prepared.pipeline.output.shard_bytes, max((t.file_bytes for t in targets), default=0))
@@ -115,9 +117,8 @@ def _bytes_below(folder: Path) -> int:
 def _target(prepared: Prepared, plan: TargetPlan) -> TargetEstimate:
     # Codes and integer zero points take a byte each in the work folder, so a scale with its zero at most four.
     groups = sum(linear.weights // plan.grid(linear.columns).group_size for linear in plan.linears)
-    # Hidden states stand there twice around a layer's commit.
-    work = plan.weights + 4 * groups + (2 * _hidden_bytes(prepared, False) if plan.recipe.uses_moments else 0)
-    return TargetEstimate(plan, plan.quantized_bytes(), plan.kept_bytes(prepared.model.checkpoint), work)
+    kept = plan.kept_bytes(prepared.model.checkpoint)
+    return TargetEstimate(plan, plan.quantized_bytes(), kept, plan.weights + 4 * groups)
 
 
 def _hidden_bytes(prepared: Prepared, validation: bool) -> int:

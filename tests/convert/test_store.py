@@ -1,0 +1,67 @@
+"""The work folder: names by content, one run at a time, and `force` that renews each stage once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from convert.store import STAGE_VERSIONS, Store, digest
+from models.errors import BadInput
+from tests.runs import environment
+
+
+def test_a_digest_depends_on_content_and_not_on_the_order_of_keys() -> None:
+    assert digest({"a": 1, "b": [1, 2]}) == digest({"b": [1, 2], "a": 1})
+    assert len({digest({"a": [1, 2]}), digest({"a": [2, 1]}), digest({"a": "1"}), digest({"a": 1})}) == 4
+
+
+def test_a_stage_is_named_by_its_kind_its_content_and_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(tmp_path)
+    first = store.stage("calibrate", {"x": 1})
+    assert first == store.stage("calibrate", {"x": 1})
+    assert json.loads((first / "key.json").read_text()) == {"x": 1}
+    others = {store.stage("calibrate", {"x": 2}), store.stage("measure", {"x": 1})}
+    monkeypatch.setitem(STAGE_VERSIONS, "calibrate", 99)
+    others.add(store.stage("calibrate", {"x": 1}))
+    assert len(others | {first}) == 4
+
+
+def test_without_force_a_stage_keeps_what_it_holds(tmp_path: Path) -> None:
+    (Store(tmp_path).stage("measure", {}) / "result").write_text("kept")
+    assert (Store(tmp_path).stage("measure", {}) / "result").read_text() == "kept"
+
+
+def test_force_renews_a_stage_once_and_spares_what_this_run_made(tmp_path: Path) -> None:
+    (Store(tmp_path).stage("measure", {}) / "old").write_text("old")
+    forced = Store(tmp_path, force=True)
+    folder = forced.stage("measure", {})
+    assert [path.name for path in folder.iterdir()] == ["key.json"]
+    (folder / "new").write_text("new")
+    assert (forced.stage("measure", {}) / "new").is_file()
+
+
+def test_a_second_run_is_kept_out_until_the_first_ends(tmp_path: Path) -> None:
+    with Store(tmp_path).locked():
+        code = f"""
+from pathlib import Path
+from convert.store import Store
+with Store(Path({str(tmp_path)!r})).locked():
+    print("in")
+"""
+        result = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env=environment(), timeout=120
+        )
+        assert result.returncode == 1 and "another run is using this work folder" in result.stderr
+    with Store(tmp_path).locked():
+        pass
+
+
+def test_the_lock_is_given_back_after_an_error(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="mine"), Store(tmp_path).locked():
+        raise BadInput("mine")
+    with Store(tmp_path).locked():
+        pass
