@@ -16,6 +16,7 @@ from calibrate.search import error
 from calibrate.statistics import observe
 from models.checkpoint import Checkpoint
 from models.family import Linear
+from models.skeleton import stored_name
 
 # Tokens in one forward pass of a layer: enough to fill a matrix unit, small enough for eager attention.
 BATCH_TOKENS = 4096
@@ -74,6 +75,9 @@ def quantize(
     by_layer: dict[int, list[Linear]] = {}
     for linear in linears:
         by_layer.setdefault(len(replay) if linear.layer is None else linear.layer, []).append(linear)
+    for index in range(start):
+        # A run that was killed before it could.
+        results.drop_hidden(index)
     for index in range(start, count):
         progress("calibrate", index, count)
         chosen = [linear for linear in by_layer.get(index, ()) if linear.name in grids]
@@ -140,8 +144,9 @@ def _head(
 ) -> None:
     found = QuantizedLayer({}, {})
     for linear in linears:
-        weight = replay.read(f"{linear.module}.weight")
-        check_finite(f"{checkpoint.name}: {linear.module}.weight", weight)
+        name = stored_name(checkpoint, replay.model, f"{linear.module}.weight")
+        weight = checkpoint.read(name)
+        check_finite(f"{checkpoint.name}: {name}", weight)
         moments = None
         if stream is not None:
             # The identity stands in for the head: only its input is wanted, not a table of logits.

@@ -31,7 +31,7 @@ class Text:
 
 
 def load_text(text: Text, cache: Path) -> str:
-    """The rows of the column joined by line breaks, which gives a text file back as it was.
+    """The rows of the column joined by line breaks, which gives a text file back up to its last line break.
 
     Raises:
         BadInput: when the dataset, split or column does not exist, or holds no text.
@@ -39,9 +39,14 @@ def load_text(text: Text, cache: Path) -> str:
     import datasets
 
     datasets.disable_progress_bars()
-    missing = [f for f in text.data_files if "://" not in f and "*" not in f and not Path(f).is_file()]
+    local = [Path(f) for f in text.data_files if "://" not in f and "*" not in f]
+    missing = [file for file in local if not file.is_file()]
     if missing:
         raise BadInput(f"dataset: expected a file, found none at {file}" for file in missing)
+    empty = f"dataset {text.path} {' '.join(text.data_files)}: the text is empty"
+    # `datasets` has a message of its own for this, about features.
+    if local and len(local) == len(text.data_files) and not any(file.stat().st_size for file in local):
+        raise BadInput(empty)
     try:
         rows = datasets.load_dataset(
             text.path,
@@ -51,12 +56,14 @@ def load_text(text: Text, cache: Path) -> str:
             cache_dir=str(cache),
         )
     except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
-        raise BadInput(f"dataset {text.path} {' '.join(text.data_files)}: {error}") from error
+        # What failed is in the cause; the error itself only says that something did.
+        told = " ".join(f"{error} {error.__cause__ or ''}".split())
+        raise BadInput(f"dataset {text.path} {' '.join(text.data_files)}: {told}") from error
     if text.column not in rows.column_names:
         raise BadInput(f"dataset {text.path}: column: expected one of {rows.column_names}, found {text.column!r}")
-    joined = "\n".join(str(row) for row in rows[text.column])
+    joined = "\n".join("" if row is None else str(row) for row in rows[text.column])
     if not joined.strip():
-        raise BadInput(f"dataset {text.path} {' '.join(text.data_files)}: the text is empty")
+        raise BadInput(empty)
     return joined
 
 

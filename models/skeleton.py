@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from accelerate import init_empty_weights
@@ -75,14 +74,13 @@ def check_tensors(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
 
 def reader(checkpoint: Checkpoint, model: PreTrainedModel) -> Reader:
     """Reads a parameter by the model's name for it; a tied one from the tensor that it is tied to."""
-    tied: dict[str, Any] = dict(model._tied_weights_keys or {})
+    return lambda name: checkpoint.read(stored_name(checkpoint, model, name))
 
-    def read(name: str) -> torch.Tensor:
-        if name not in checkpoint.tensors and name in tied:
-            name = tied[name]
-        return checkpoint.read(name)
 
-    return read
+def stored_name(checkpoint: Checkpoint, model: PreTrainedModel, name: str) -> str:
+    """The checkpoint's name for a parameter: when it has no tensor of its own, that of the one it is tied to."""
+    tied: dict[str, str] = dict(model._tied_weights_keys or {})
+    return name if name in checkpoint.tensors else tied.get(name, name)
 
 
 def materialise(module: nn.Module, prefix: str, read: Reader, dtype: torch.dtype) -> None:
