@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -132,7 +133,7 @@ def test_a_package_that_is_not_installed_is_a_problem_of_the_machine(tmp_path: P
 
 
 @pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder = tmp_path / "site" / "shipped_model"
     (folder / "data").mkdir(parents=True)
     (folder / "__init__.py").write_text("raise SystemExit('the package was imported')")
