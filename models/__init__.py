@@ -1,6 +1,1 @@
-"""What is known about model families: sources, checkpoints, fused projections and reference implementations.
-
-``import models`` registers the model classes that transformers lacks (Spark-X2.5) with its Auto classes.
-"""
-
-import models.spark2_5  # noqa: F401
+"""What is known about model families: sources, checkpoints, fused projections and reference implementations."""
