@@ -55,6 +55,20 @@ def to_json(value: Any) -> bytes:
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
+def recover_folder(final: Path) -> None:
+    """Clears away what `atomic_folder` left when its process was killed; the old folder comes back if it was gone."""
+    partial, old = _siblings(final)
+    # Killed between the two renames: the old folder is under this name only.
+    if old.exists() and not final.exists():
+        old.rename(final)
+    for left in (partial, old):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _siblings(final: Path) -> tuple[Path, Path]:
+    return final.with_name(f".{final.name}.partial"), final.with_name(f".{final.name}.old")
+
+
 @contextmanager
 def atomic_folder(final: Path) -> Iterator[Path]:
     """Yields a temporary sibling folder that becomes ``final`` when the block ends without an error.
@@ -62,12 +76,8 @@ def atomic_folder(final: Path) -> Iterator[Path]:
     An older ``final`` is replaced; what an interrupted run left behind under the temporary name is removed.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
-    partial, old = final.with_name(f".{final.name}.partial"), final.with_name(f".{final.name}.old")
-    # A run that was killed between the two renames below left the old folder under this name only.
-    if old.exists() and not final.exists():
-        old.rename(final)
-    for left in (partial, old):
-        shutil.rmtree(left, ignore_errors=True)
+    recover_folder(final)
+    partial, old = _siblings(final)
     partial.mkdir()
     try:
         yield partial
@@ -89,7 +99,10 @@ def atomic_folder(final: Path) -> Iterator[Path]:
 
 
 def environment_problem(error: BaseException) -> EnvironmentProblem | None:
-    """The user's message for an error that a full or read-only disk or too little memory caused, else None."""
+    """The user's message for an error that a full or read-only disk or too little memory caused, else None.
+
+    Libraries wrap such errors in their own, so an error's cause is looked at too.
+    """
     text = str(error)
     if isinstance(error, MemoryError) or "can't allocate memory" in text:
         return EnvironmentProblem(f"out of memory: {text or 'an allocation failed'}")
@@ -100,4 +113,4 @@ def environment_problem(error: BaseException) -> EnvironmentProblem | None:
         return EnvironmentProblem(f"the disk is full{where}: free some space and run the same command again")
     if code in (errno.EACCES, errno.EROFS, errno.EPERM):
         return EnvironmentProblem(f"cannot write: {text}")
-    return None
+    return None if error.__cause__ is None else environment_problem(error.__cause__)

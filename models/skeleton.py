@@ -10,9 +10,6 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-# Registers Spark-X2.5 with transformers. Here, where models are built, rather than in the package: what an engine
-# needs of these packages must not depend on the transformers version that is in the engine's environment.
-import models.spark2_5  # noqa: F401
 from models.checkpoint import Checkpoint
 from models.errors import BadInput
 
