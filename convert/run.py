@@ -22,7 +22,7 @@ from export.artifact import Artifact, is_artifact, write
 from export.ledger import Ledger
 from export.plan import TargetPlan
 from models.errors import BadInput, GateFailed
-from models.files import replace_file, to_json
+from models.files import recover_folder, replace_file, to_json
 from validate.gates import GateResult
 from validate.measure import Measurement, Reference, Settings, measure, measure_reference
 from validate.report import to_report, write_report
@@ -163,6 +163,7 @@ def _build(job: _Job, plan: TargetPlan, calibration: Windows | None) -> Artifact
     }
     name, key = plan.spec.name, store.key("export", export)
     folder = pipeline.output_folder / name
+    recover_folder(folder)
     present = None if job.force else _up_to_date(folder, key, show)
     if present is not None:
         show.say(f"{name}: up to date")

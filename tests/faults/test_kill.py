@@ -1,0 +1,193 @@
+"""`kill -9` anywhere, then the same command: it continues, repeats no finished layer, and ends with the same bytes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from export.artifact import Artifact
+from tests.runs import TARGETS, command, content, environment, project
+
+# (function, which call of it, when). Targets are gptq alone; the model has two layers, so three results with the head.
+POINTS: dict[str, tuple[str, int, str]] = {
+    "before anything is saved": ("calibrate.results:save_tensors", 1, "before"),
+    "between hidden states and their layer": ("calibrate.results:save_tensors", 1, "after"),
+    "after layer 0": ("calibrate.results:save_tensors", 2, "after"),
+    "in the middle of hidden states": ("calibrate.results:save_file", 3, "torn"),
+    "between the second hidden states and layer": ("calibrate.results:save_tensors", 3, "after"),
+    "in the middle of a layer": ("calibrate.results:save_file", 4, "torn"),
+    "after layer 1, old hidden states still there": ("calibrate.results:save_tensors", 4, "after"),
+    "in the middle of the head": ("calibrate.results:save_file", 5, "torn"),
+    "before the artifact's first file": ("models.checkpoint:Writer._flush", 1, "before"),
+    "in the middle of the artifact's weights": ("models.checkpoint:save_file", 1, "torn"),
+    "among the artifact's side files": ("export.artifact:shutil.copyfile", 2, "after"),
+    "before the artifact's ledger": ("export.ledger:replace_file", 1, "before"),
+    "after the artifact has its final name": ("pathlib:Path.rename", 2, "after"),
+    "in the middle of the reference": ("validate.measure:continue_greedily", 1, "before"),
+    "before the measurement is saved": ("convert.run:replace_file", 2, "before"),
+    "before the ledger takes the measurement": ("convert.run:_record", 1, "before"),
+    "before the report": ("convert.run:write_report", 1, "before"),
+}
+# How many finished layers each leaves: the test's points are where they say.
+LAYERS = dict(zip(POINTS, (0, 0, 1, 1, 1, 1, 2, 2, *[3] * 9), strict=True))
+
+
+class Zygote:
+    """See zygote.py."""
+
+    def __init__(self) -> None:
+        script = Path(__file__).with_name("zygote.py")
+        self._process = subprocess.Popen(
+            [sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
+        )
+
+    def run(self, folder: Path, kill: tuple[str, int, str] | None = None, options: tuple[str, ...] = ()) -> int:
+        """Runs a project's pipeline to its end or its killing; what it said is in ``log``."""
+        assert self._process.stdin and self._process.stdout
+        arguments = ["run", str(folder / "pipeline.yaml"), *options]
+        request = {"arguments": arguments, "log": str(folder / "log"), "kill": kill}
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return int(self._process.stdout.readline())
+
+    def close(self) -> None:
+        assert self._process.stdin
+        self._process.stdin.close()
+        self._process.wait(timeout=60)
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Zygote]:
+    process = Zygote()
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project that was never run."""
+    return project(tmp_path_factory.mktemp("fresh") / "p", targets=[TARGETS[0]]).parent
+
+
+@pytest.fixture(scope="module")
+def undisturbed(zygote: Zygote, fresh: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What the output holds after a run that nothing disturbed."""
+    folder = shutil.copytree(fresh, tmp_path_factory.mktemp("undisturbed") / "p")
+    assert zygote.run(folder) == 0, (folder / "log").read_text()
+    return output(folder)
+
+
+def output(folder: Path) -> dict[str, str]:
+    """The output's content without the report, which holds seconds."""
+    return {name: value for name, value in content(folder / "output").items() if name != "report.json"}
+
+
+def finished_layers(folder: Path) -> dict[str, int]:
+    return {str(path): path.stat().st_mtime_ns for path in sorted(folder.glob("work/calibrate-*/layer-*.safetensors"))}
+
+
+def check_whole(folder: Path) -> None:
+    """What stands under a final name is whole."""
+    artifact = folder / "output" / "gptq"
+    if artifact.exists():
+        Artifact(artifact).check()
+    for file in folder.glob("output/report.json"):
+        json.loads(file.read_text())
+
+
+def check_continued(folder: Path, before: dict[str, int], undisturbed: dict[str, str]) -> None:
+    assert output(folder) == undisturbed
+    after = finished_layers(folder)
+    assert len(after) == 3
+    assert {name: time for name, time in after.items() if name in before} == before
+    left = [path.name for path in (*folder.rglob(".*"), *folder.rglob("*.partial")) if path.name != ".lock"]
+    assert left == [] and not list(folder.glob("work/calibrate-*/hidden-*"))
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_run_that_was_killed_continues_to_the_same_bytes(
+    zygote: Zygote, fresh: Path, undisturbed: dict[str, str], tmp_path: Path, point: str
+) -> None:
+    folder = shutil.copytree(fresh, tmp_path / "p")
+    assert zygote.run(folder, POINTS[point]) == -signal.SIGKILL, (folder / "log").read_text()
+    check_whole(folder)
+    before = finished_layers(folder)
+    assert len(before) == LAYERS[point]
+    assert zygote.run(folder) == 0, (folder / "log").read_text()
+    check_continued(folder, before, undisturbed)
+
+
+def test_a_run_that_was_killed_again_and_again_continues(
+    zygote: Zygote, fresh: Path, undisturbed: dict[str, str], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(fresh, tmp_path / "p")
+    before: dict[str, int] = {}
+    for function, when in (
+        ("calibrate.results:save_tensors", "after"),
+        ("calibrate.results:save_file", "torn"),
+        ("export.artifact:sha256", "after"),
+        ("validate.measure:save_tensors", "before"),
+        ("convert.run:_record", "before"),
+    ):
+        assert zygote.run(folder, (function, 2 if when == "torn" else 1, when)) == -signal.SIGKILL
+        now = finished_layers(folder)
+        assert before.items() <= now.items()
+        before = now
+        check_whole(folder)
+    assert zygote.run(folder) == 0
+    check_continued(folder, before, undisturbed)
+
+
+@pytest.mark.parametrize("call, when", [(2, "before"), (3, "before"), (3, "after")])
+def test_a_rewrite_that_was_killed_never_leaves_a_half_written_artifact(
+    zygote: Zygote, fresh: Path, undisturbed: dict[str, str], tmp_path: Path, call: int, when: str
+) -> None:
+    folder = shutil.copytree(fresh, tmp_path / "p")
+    assert zygote.run(folder) == 0
+    # Renames: the weights', the old artifact's, the new one's.
+    assert zygote.run(folder, ("pathlib:Path.rename", call, when), ("--force",)) == -signal.SIGKILL
+    check_whole(folder)
+    assert zygote.run(folder) == 0
+    check_continued(folder, finished_layers(folder), undisturbed)
+
+
+def test_a_real_process_that_is_killed_from_outside_continues(
+    zygote: Zygote, fresh: Path, undisturbed: dict[str, str], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(fresh, tmp_path / "p")
+    process = subprocess.Popen(
+        command("run", folder / "pipeline.yaml"),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=environment(),
+    )
+    deadline = time.monotonic() + 120
+    while not finished_layers(folder) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    process.kill()
+    assert process.wait(timeout=60) == -signal.SIGKILL
+    check_whole(folder)
+    before = finished_layers(folder)
+    assert before and zygote.run(folder) == 0
+    check_continued(folder, before, undisturbed)
+
+
+def test_a_second_run_at_the_same_time_is_refused(fresh: Path, tmp_path: Path, zygote: Zygote) -> None:
+    from convert.store import Store
+
+    folder = shutil.copytree(fresh, tmp_path / "p")
+    with Store(folder / "work").locked():
+        assert zygote.run(folder) == 2
+        said: Any = (folder / "log").read_text()
+        assert said == (f"error: {folder}/work: another run is using this work folder; wait for it or set `work:`\n")
+        assert not (folder / "output").exists()
+    assert zygote.run(folder) == 0

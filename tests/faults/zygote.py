@@ -1,0 +1,68 @@
+"""Runs `convert` in forks of one process that has already imported everything, and kills them at a given point.
+
+Reads a JSON line {"arguments": [...], "log": FILE, "kill": [FUNCTION, NTH, WHEN] or null} and answers with the exit
+code, or minus the signal. FUNCTION is ``module:attribute``; WHEN is ``before``, ``after``, or ``torn``: after half of
+the file that is the call's second argument. The product knows nothing of this: the function is replaced in the fork.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import sys
+from typing import Any
+
+import convert.run
+import convert.validate
+from convert.cli import main
+
+
+def kill_at(function: str, nth: int, when: str) -> None:
+    """Makes the nth call of a function the last thing that this process does."""
+    module, _, attribute = function.partition(":")
+    owner: Any = importlib.import_module(module)
+    *path, name = attribute.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    original, calls = getattr(owner, name), 0
+
+    def killing(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == nth and when == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = original(*args, **kwargs)
+        if calls == nth:
+            if when == "torn":
+                os.truncate(args[1], os.path.getsize(args[1]) // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(owner, name, killing)
+
+
+def work(request: dict[str, Any]) -> None:
+    """The fork: never returns."""
+    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    if request["kill"]:
+        kill_at(*request["kill"])
+    try:
+        main(request["arguments"], prog_name="convert")
+    except SystemExit as end:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(end.code if isinstance(end.code, int) else 1)
+
+
+if __name__ == "__main__":
+    assert convert.run and convert.validate
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            work(json.loads(line))
+        status = os.waitpid(child, 0)[1]
+        print(os.waitstatus_to_exitcode(status), flush=True)
