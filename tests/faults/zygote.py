@@ -7,6 +7,7 @@ the file that is the call's second argument. The product knows nothing of this: 
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -14,8 +15,12 @@ import signal
 import sys
 from typing import Any
 
+# What a run imports when it needs it.
+import datasets.packaged_modules
+import optimum.utils
+import pandas
+
 import convert.run
-import convert.validate
 from convert.cli import main
 
 
@@ -59,7 +64,9 @@ def work(request: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    assert convert.run and convert.validate
+    assert convert.run and datasets.packaged_modules and optimum.utils and pandas
+    # The collector would touch, and so copy, every page that forks share.
+    gc.freeze()
     for line in sys.stdin:
         child = os.fork()
         if child == 0:
