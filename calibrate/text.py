@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from models.errors import BadInput
+from models.files import environment_problem
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ def load_text(text: Text, cache: Path) -> str:
 
     Raises:
         BadInput: when the dataset, split or column does not exist, or holds no text.
+        EnvironmentProblem: when there is no room for the copy that `datasets` makes.
     """
     import datasets
 
@@ -56,6 +58,10 @@ def load_text(text: Text, cache: Path) -> str:
             cache_dir=str(cache),
         )
     except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
+        # `datasets` writes a copy of the text, and wraps what goes wrong then in errors of its own.
+        known = None if isinstance(error, PermissionError) else environment_problem(error)
+        if known is not None:
+            raise known from error
         # What failed is in the cause; the error itself only says that something did.
         told = " ".join(f"{error} {error.__cause__ or ''}".split())
         raise BadInput(f"dataset {text.path} {' '.join(text.data_files)}: {told}") from error
