@@ -18,6 +18,7 @@ from export.plan import Module, TargetPlan
 from models.checkpoint import Checkpoint, Folder, TensorInfo, Writer
 from models.errors import BadInput
 from models.files import atomic_folder, sha256, to_json
+from models.skeleton import is_derived
 
 
 def write(
@@ -104,6 +105,9 @@ class _Emitter:
             return TensorRow(name, info.shape, dtype, "quantized", tuple(m.name for m in modules), linears=rows)
         if modules and modules[0].name != module:
             return self._split_bias(name, info, dtype, modules)
+        if is_derived(name):
+            reason = "old checkpoints store it, models compute it from the configuration"
+            return TensorRow(name, info.shape, dtype, "dropped", (), reason)
         return self._keep(name, info, dtype, module)
 
     def _quantized(self, module: Module) -> list[LinearRow]:
@@ -177,7 +181,8 @@ class _Emitter:
 def _config(plan: TargetPlan, checkpoint: Checkpoint, layout: Layout) -> dict[str, Any]:
     config = {k: v for k, v in checkpoint.config.items() if k not in ("torch_dtype", "quantization_config")}
     config["dtype"] = str(plan.dtype).removeprefix("torch.")
-    if plan.spec.quantize_head and plan.tied:
+    if plan.options.lm_head or not plan.tied:
+        # The artifact stores a head of its own: an engine that ties would drop it.
         config["tie_word_embeddings"] = False
     config["quantization_config"] = layout.quantization_config(plan.options)
     return config
@@ -260,7 +265,7 @@ class Expansion(Checkpoint):
     def __init__(self, artifact: Artifact) -> None:
         self.artifact = artifact
         self.name = str(artifact.folder)
-        self._rows = {row.tensor: row for row in artifact.ledger.tensors if row.outcome != "tied"}
+        self._rows = {row.tensor: row for row in artifact.ledger.tensors if row.outcome not in ("tied", "dropped")}
         kept = ("quantization_config",)
         self.config = {k: v for k, v in artifact.files.config.items() if k not in kept}
         self.tensors: Mapping[str, TensorInfo] = {

@@ -42,8 +42,8 @@ class TensorRow:
     """What became of one source tensor.
 
     Attributes:
-        outcome: ``quantized``, ``kept``, ``split`` (a fused bias), or ``tied`` (a head that has no tensor of its own,
-            here as in the source).
+        outcome: ``quantized``, ``kept``, ``split`` (a fused bias), ``tied`` (a head that has no tensor of its own,
+            here as in the source) or ``dropped`` (a buffer that models compute from the configuration).
         stored_as: tensors or modules of the artifact that hold it now.
         reason: why it was kept, cast or tied.
     """
@@ -51,7 +51,7 @@ class TensorRow:
     tensor: str
     shape: tuple[int, ...]
     dtype: str
-    outcome: Literal["quantized", "kept", "split", "tied"]
+    outcome: Literal["quantized", "kept", "split", "tied", "dropped"]
     stored_as: tuple[str, ...] = ()
     reason: str = ""
     linears: tuple[LinearRow, ...] = ()

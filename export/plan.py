@@ -14,6 +14,7 @@ from export.layout import LayoutOptions, get, resolve_group_size
 from models.checkpoint import Checkpoint
 from models.errors import BadInput
 from models.family import Family, Linear
+from models.skeleton import is_derived
 
 # Tried from the largest down by the `largest-fitting` policy.
 GROUP_SIZES = (256, 128, 64, 32)
@@ -128,7 +129,7 @@ class TargetPlan:
         return sum(
             info.elements * (self.dtype.itemsize if info.dtype.is_floating_point else info.dtype.itemsize)
             for name, info in checkpoint.tensors.items()
-            if name not in replaced
+            if name not in replaced and not is_derived(name)
         )
 
 
@@ -158,7 +159,7 @@ def make_plan(
     options = LayoutOptions(
         group_size=group_size,
         zero=spec.zero,
-        lm_head=spec.quantize_head,
+        lm_head=any(linear.layer is None for linear in chosen),
         kept=tuple(name for name, _ in kept),
         quantized_modules=names,
         isa=spec.isa,

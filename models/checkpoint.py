@@ -167,7 +167,8 @@ def _weight_files(
     path: Path, allow_pickle: tuple[str, ...], problems: list[str]
 ) -> tuple[list[Path], dict[str, str] | None]:
     """The files to read, and the index's tensor -> file map when there is one."""
-    found = sorted(path.glob("*.safetensors"))
+    # Mistral ships the same weights a second time, in its own format, beside the shards.
+    found = sorted(p for p in path.glob("*.safetensors") if not p.name.startswith("consolidated"))
     pickled = sorted(p for p in path.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
     if not found and pickled:
         for file in pickled:

@@ -66,10 +66,15 @@ def check_tensors(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
     problems += [
         f"{checkpoint.name}: {name}: the model has no such tensor"
         for name in checkpoint.tensors
-        if name not in expected
+        if name not in expected and not is_derived(name)
     ]
     if problems:
         raise BadInput(problems)
+
+
+def is_derived(name: str) -> bool:
+    """Whether a tensor is a buffer that old checkpoints store although models compute it from the configuration."""
+    return name.endswith(".rotary_emb.inv_freq")
 
 
 def reader(checkpoint: Checkpoint, model: PreTrainedModel) -> Reader:

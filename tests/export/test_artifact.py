@@ -7,15 +7,21 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from calibrate.grid import Quantized, concatenate
+from calibrate.quantize import quantize
+from calibrate.results import Results
 from export import gptq
-from export.artifact import Artifact, Expansion, is_artifact
+from export.artifact import Artifact, Expansion, is_artifact, write
+from export.ledger import Ledger
+from export.plan import make_plan
 from models.checkpoint import INDEX, Folder
 from models.errors import BadInput
+from models.opened import open_model
 from models.skeleton import load_model
-from tests.helpers import tokens
+from tests.helpers import tiny_checkpoint, tokens
 from tests.workshop import CASES, FORMATS, FUSED, Built, Workshop, layouts, spec
 from validate.score import compare, final_hidden
 
@@ -245,3 +251,30 @@ def test_an_artifact_is_told_from_a_source(workshop: Workshop) -> None:
     assert not is_artifact(workshop.folder / "llama-tied")
     with pytest.raises(BadInput, match=r"conversion.json: expected an artifact's ledger"):
         Artifact(workshop.folder / "llama-tied")
+
+
+def test_a_tied_head_that_is_skipped_by_name_is_not_announced_as_quantised(workshop: Workshop) -> None:
+    built = workshop.built("llama-tied", spec(skip=("lm_head",)))
+    assert built.artifact.config["lm_head"] is False
+    assert built.artifact.files.config["tie_word_embeddings"] is True
+
+
+def test_a_stored_head_beside_a_tied_configuration_is_announced_as_untied(workshop: Workshop, tmp_path: Path) -> None:
+    source = tiny_checkpoint(tmp_path / "source", "llama", tie_word_embeddings=True)
+    file = source / "model.safetensors"
+    tensors = load_file(file)
+    head = torch.randn_like(tensors["model.embed_tokens.weight"])
+    buffer = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    save_file({**tensors, "lm_head.weight": head, buffer: torch.ones(16)}, file, metadata={"format": "pt"})
+    model = open_model(Folder(source))
+    plan = make_plan(spec(quantize_head=False), model.checkpoint, model.family, model.linears, torch.bfloat16)
+    results = Results(tmp_path / "results")
+    quantize(model.checkpoint, model.linears, plan.recipe, None, results)
+    ledger = Ledger({"name": "x", "files": {}}, {"name": "gptq"}, (), [], {}, {}, "bfloat16")
+    write(plan, model.checkpoint, results, model.dimensions.layers, tmp_path / "artifact", ledger, 2**30)
+    artifact = Artifact(tmp_path / "artifact")
+    artifact.check()
+    assert artifact.files.config["tie_word_embeddings"] is False
+    assert torch.equal(artifact.files.read("lm_head.weight"), head.bfloat16())
+    assert [row.outcome for row in ledger.tensors if row.tensor == buffer] == ["dropped"]
+    assert buffer not in artifact.files.tensors and buffer not in Expansion(artifact).tensors
