@@ -22,7 +22,7 @@ run: $(VENV)/installed
 	$(BIN)/convert run pipeline.yaml
 
 test: $(VENV)/installed-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff format --check .
