@@ -22,6 +22,7 @@ from export.layout import (
     LayoutOptions,
     describe,
     expect,
+    misread_problems,
     pack_problems,
     pack_words,
     positive_problems,
@@ -36,6 +37,8 @@ FORMAT = "awq"
 SUFFIXES: tuple[str, ...] = ("qweight", "qzeros", "scales")
 ZEROS: tuple[ZeroKind, ...] = ("integer",)
 SCALE_DTYPES = (torch.bfloat16, torch.float16)
+# What the configuration must say, or engines read other numbers from these bytes.
+READ_AS: Mapping[str, Any] = {"bits": BITS, "zero_point": True, "version": "gemm"}
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
@@ -70,7 +73,7 @@ def tensor_problems(
     name: str, tensors: Mapping[str, torch.Tensor], quantization_config: Mapping[str, Any]
 ) -> list[str]:
     """See Layout.tensor_problems."""
-    problems = suffix_problems(name, tensors, SUFFIXES)
+    problems = misread_problems(quantization_config, READ_AS) + suffix_problems(name, tensors, SUFFIXES)
     if problems:
         return problems
     qweight = tensors["qweight"]

@@ -23,6 +23,7 @@ from export.layout import (
     LayoutOptions,
     describe,
     expect,
+    misread_problems,
     pack_problems,
     pack_words,
     positive_problems,
@@ -37,6 +38,8 @@ FORMAT = "gptq"
 SUFFIXES: tuple[str, ...] = ("qweight", "qzeros", "scales", "g_idx")
 ZEROS: tuple[ZeroKind, ...] = ("none",)
 SCALE_DTYPES = (torch.bfloat16, torch.float16)
+# What the configuration must say, or engines read other numbers from these bytes.
+READ_AS: Mapping[str, Any] = {"bits": BITS, "sym": True, "desc_act": False, "checkpoint_format": "gptq"}
 # Zero point minus one (v1) and zero point (v2), eight nibbles of it.
 QZEROS = 0x11111111 * (MIDDLE - 1)
 QZEROS_V2 = 0x11111111 * MIDDLE - 2**32
@@ -72,7 +75,7 @@ def tensor_problems(
     name: str, tensors: Mapping[str, torch.Tensor], quantization_config: Mapping[str, Any]
 ) -> list[str]:
     """See Layout.tensor_problems."""
-    problems = suffix_problems(name, tensors, SUFFIXES)
+    problems = misread_problems(quantization_config, READ_AS) + suffix_problems(name, tensors, SUFFIXES)
     if problems:
         return problems
     qweight = tensors["qweight"]

@@ -6,6 +6,7 @@ that reads those tensors refuses. It decides no number.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -169,6 +170,20 @@ def expect(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], sha
         kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         return [f"{name}: expected {kinds} {list(shape)}, found {describe(tensor)}"]
     return [] if tensor.is_contiguous() else [f"{name}: not contiguous"]
+
+
+def misread_problems(quantization_config: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
+    """What `quantization_config` says otherwise than the layout's bytes are: they would be read as something else."""
+    problems = [
+        f"quantization_config.{key}: expected {json.dumps(value)}, found {json.dumps(quantization_config.get(key))}"
+        for key, value in expected.items()
+        if quantization_config.get(key) != value
+        or isinstance(quantization_config.get(key), bool) is not isinstance(value, bool)
+    ]
+    size = quantization_config.get("group_size")
+    if not isinstance(size, int) or isinstance(size, bool):
+        problems.append(f"quantization_config.group_size: expected a whole number, found {json.dumps(size)}")
+    return problems
 
 
 def positive_problems(name: str, scales: torch.Tensor) -> list[str]:

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from export.artifact import Artifact
+from export.layout import LayoutOptions
 from models.errors import BadInput
 from models.files import sha256
 from tests.workshop import FORMATS, Workshop, spec
@@ -125,6 +126,73 @@ def test_a_changed_group_size_is_found_in_every_module(copy: Callable[[str], Pat
     change_config(folder, group_size=64)
     found = [problem for problem in problems(folder) if ".scales: expected" in problem]
     assert len(found) == len(Artifact(folder).modules)
+
+
+CONFIGS = [
+    ("gptq", {"desc_act": True}, "desc_act: expected false, found true"),
+    ("gptq", {"sym": False}, "sym: expected true, found false"),
+    ("gptq", {"bits": 8}, "bits: expected 4, found 8"),
+    ("gptq", {"checkpoint_format": "gptq_v2"}, 'checkpoint_format: expected "gptq", found "gptq_v2"'),
+    ("awq", {"zero_point": False}, "zero_point: expected true, found false"),
+    ("awq", {"version": "gemv"}, 'version: expected "gemm", found "gemv"'),
+    ("tinygemm", {"bits": 8}, "bits: expected 4, found 8"),
+    *((format, {"group_size": None}, "group_size: expected a whole number, found null") for format in FORMATS),
+]
+
+
+@pytest.mark.parametrize("format, values, wanted", CONFIGS)
+def test_a_configuration_under_which_engines_would_read_other_numbers_is_found_once(
+    copy: Callable[[str], Path], format: str, values: dict[str, object], wanted: str
+) -> None:
+    folder = copy(format)
+    change_config(folder, **values)
+    found = [problem for problem in problems(folder) if "quantization_config" in problem]
+    assert found == [f"{folder}: quantization_config.{wanted}"]
+
+
+def test_act_order_with_a_shuffled_g_idx_is_refused(copy: Callable[[str], Path]) -> None:
+    folder = copy("gptq")
+    change_config(folder, desc_act=True)
+    order = torch.randperm(128, generator=torch.Generator().manual_seed(0))
+
+    def shuffle(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[f"{PROJECTION}.g_idx"] = tensors[f"{PROJECTION}.g_idx"][order].contiguous()
+
+    change_tensors(folder, shuffle)
+    assert any("desc_act: expected false" in problem for problem in problems(folder))
+    # vLLM would drop the order where the configuration does not name it.
+    change_config(folder, desc_act=False)
+    assert any(f"{PROJECTION}.g_idx: expected k // 32, found another order" in problem for problem in problems(folder))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_too_few_scale_groups_are_found(copy: Callable[[str], Path], format: str) -> None:
+    folder = copy(format)
+    name = f"{PROJECTION}.{'scales_and_zeros' if format == 'tinygemm' else 'scales'}"
+    change_tensors(folder, lambda tensors: tensors.update({name: tensors[name][:-1].contiguous()}))
+    (problem,) = problems(folder)
+    assert f"{name}: expected bfloat16" in problem and "[3, 256" in problem
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_scales_that_are_not_contiguous_are_found(workshop: Workshop, format: str) -> None:
+    artifact = workshop.built("llama-tied", spec(format)).artifact
+    tensors = artifact.tensors(PROJECTION)
+    suffix = "scales_and_zeros" if format == "tinygemm" else "scales"
+    scales = tensors[suffix]
+    tensors[suffix] = scales.transpose(0, 1).contiguous().transpose(0, 1)
+    found = artifact.layout.tensor_problems(PROJECTION, tensors, artifact.config)
+    assert found == [f"{PROJECTION}.{suffix}: not contiguous"]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_code_16_is_refused_before_it_is_packed(workshop: Workshop, format: str) -> None:
+    """Four bits of a file cannot say 16; packed unchecked it would change the neighbour's code."""
+    artifact = workshop.built("llama-tied", spec(format)).artifact
+    number = artifact.quantized(PROJECTION)
+    number.codes[3, 5] = 16
+    with pytest.raises(BadInput, match=r"codes: expected 0\.\.15, found 16"):
+        artifact.layout.pack(number, LayoutOptions(32, FORMATS[format], isa="avx2"))  # type: ignore[arg-type]
 
 
 def test_an_unknown_layout_is_refused_with_the_key(copy: Callable[[str], Path]) -> None:
