@@ -26,6 +26,7 @@ from export.layout import (
     LayoutOptions,
     describe,
     expect,
+    misread_problems,
     pack_problems,
     raise_problems,
     resolve_group_size,
@@ -234,6 +235,9 @@ def _digest(packed: torch.Tensor) -> str:
 
 
 def _config_problems(quantization_config: Mapping[str, Any]) -> list[str]:
+    problems = misread_problems(quantization_config, {"bits": BITS})
+    if problems:
+        return problems
     isa = str(quantization_config.get("isa"))
     if isa not in ISAS:
         return [f"quantization_config.isa: expected one of {', '.join(ISAS)}, found {isa!r}"]
