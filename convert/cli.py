@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -15,10 +16,16 @@ import click
 if TYPE_CHECKING:
     from rich.console import Console
 
+# Before torch is imported. On a machine that does other work too, OpenMP threads that spin at a barrier take the
+# very cores that they wait for (measured on two busy cores: the search 12 to 36 times slower).
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 Command = TypeVar("Command", bound=Callable[..., Any])
 PATH = click.Path(path_type=Path)
 # As shells count a Ctrl-C, and as BSD's sysexits.h numbers an internal error.
 INTERRUPTED, BUG = 130, 70
+# The names of validate.engines, without its imports; a test compares them.
+ENGINES = ("vllm", "gptqmodel", "transformers", "onnxruntime", "qnn")
 
 
 def reports_errors(command: Command) -> Command:
@@ -180,6 +187,9 @@ def expand(artifact: Path, out: Path, shard_size: int) -> None:
 @click.option("--text", type=PATH, help="A text file, instead of the text that the artifact was validated on.")
 @click.option("--tokens", type=click.IntRange(min=2), help="Tokens to score.")
 @click.option("--sequence-length", type=click.IntRange(min=2), help="Tokens per window.")
+@click.option("--engine", multiple=True, type=click.Choice(ENGINES), help="Runs it too; may be given several times.")
+@click.option("--engine-python", type=PATH, help="The interpreter of that engine's environment.")
+@click.option("--pipeline", type=PATH, help="A pipeline.yaml whose `engines:` say where they are.")
 @click.option("--json", "as_json", is_flag=True, help="For machines.")
 @reports_errors
 def validate(
@@ -188,20 +198,31 @@ def validate(
     text: Path | None,
     tokens: int | None,
     sequence_length: int | None,
+    engine: tuple[str, ...],
+    engine_python: Path | None,
+    pipeline: Path | None,
     as_json: bool,
 ) -> None:
     """Measures an artifact from its bytes against the model that it was made from.
 
+    An engine is looked for where --engine-python or the pipeline says, else in .venv-engines below the current
+    folder, which `make engines` builds.
+
     \b
-    Example:
+    Examples:
       convert validate output/gptq --reference examples/spark-tiny --text examples/text/evaluation.txt
+      convert validate output/gptq --reference examples/spark-tiny --engine vllm
     """
+    if engine_python is not None and len(engine) != 1:
+        raise click.UsageError("--engine-python: needs exactly one --engine")
     from convert.terminal import reporter
     from convert.validate import validate_artifact
     from validate.report import print_table
 
     with reporter(_console(stderr=True)) as show:
-        report = validate_artifact(artifact, reference, text, tokens, sequence_length, show)
+        report = validate_artifact(
+            artifact, reference, text, tokens, sequence_length, show, engine, engine_python, pipeline
+        )
     if as_json:
         click.echo(json.dumps(report, indent=2))
     else:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr, ValidationInfo, field_validator
 
+from convert.engines import Engines
 from convert.target import Target
 from convert.yaml_lines import (
     Problem,
@@ -186,6 +187,7 @@ class Validation(Section):
         tokens: how many are scored.
         engine: whether the engine's own arithmetic is scored too.
         engine_tokens: how many the engine scores; as many as `tokens` unless given.
+        engines: that run every artifact that they load, beside the arithmetic.
     """
 
     dataset: Dataset
@@ -194,6 +196,7 @@ class Validation(Section):
     greedy: Greedy = Greedy()
     engine: bool = True
     engine_tokens: int = Field(default_factory=lambda data: data["tokens"])
+    engines: list[Literal["vllm", "gptqmodel", "transformers"]] = []
     gates: Gates = Gates()
 
     @field_validator("tokens", "engine_tokens")
@@ -222,8 +225,8 @@ class Validation(Section):
             reasons["min_greedy_identical"] = (
                 f"expected at most greedy.prompts ({greedy.prompts}), found {gates.min_greedy_identical}"
             )
-        if gates.max_engine_gap is not None and info.data.get("engine") is False:
-            reasons["max_engine_gap"] = "this gate needs `engine: true`"
+        if gates.max_engine_gap is not None and info.data.get("engine") is False and not info.data.get("engines"):
+            reasons["max_engine_gap"] = "this gate needs `engine: true` or engines"
         if reasons:
             raise broken_rules(reasons)
         return gates
@@ -261,6 +264,7 @@ class Pipeline(Section):
     calibration: Calibration | None = None
     targets: Annotated[list[Target], Field(min_length=1)]
     validation: Validation | None = None
+    engines: Engines = Engines()
     output: Annotated[Output, BeforeValidator(_output)] = Output()
     work: Annotated[Text, Field(validate_default=True)] = "work"
     _path: Path = PrivateAttr(default=Path("pipeline.yaml"))

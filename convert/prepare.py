@@ -21,6 +21,7 @@ from calibrate.text import (
 )
 from convert.config import Dataset, Pipeline, Validation, dataset_arguments
 from convert.device import probe, read_device, recommend
+from convert.engines import find_engines
 from convert.target import Target
 from convert.yaml_lines import suggestion
 from export.plan import TargetPlan, TargetSpec, make_plan
@@ -28,6 +29,7 @@ from models.errors import BadInput
 from models.opened import OpenedModel, open_model
 from models.source import open_source
 from models.tokenizer import load_tokenizer
+from validate.engines.check import EngineSpec
 from validate.measure import Settings
 
 
@@ -39,6 +41,7 @@ class Prepared:
         plans: of the chosen targets.
         reasons: of ``format: auto`` targets, why their format was chosen, by target name.
         device: the profile of this machine.
+        engines: that run the artifacts.
     """
 
     pipeline: Pipeline
@@ -46,6 +49,7 @@ class Prepared:
     plans: tuple[TargetPlan, ...]
     reasons: dict[str, str]
     device: dict[str, Any]
+    engines: tuple[EngineSpec, ...] = ()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -90,7 +94,7 @@ class Prepared:
         if config is None:
             return None
         text = self._text(config.dataset)
-        return validation_settings(config, text, self.tokenizer, self.model, self.dtype)
+        return validation_settings(config, text, self.tokenizer, self.model, self.dtype, self.engines)
 
 
 def read_text(dataset: Dataset, folder: Path, cache: Path) -> str:
@@ -107,7 +111,12 @@ def read_text(dataset: Dataset, folder: Path, cache: Path) -> str:
 
 
 def validation_settings(
-    config: Validation, text: str, tokenizer: Any, model: OpenedModel, dtype: torch.dtype
+    config: Validation,
+    text: str,
+    tokenizer: Any,
+    model: OpenedModel,
+    dtype: torch.dtype,
+    engines: tuple[EngineSpec, ...] = (),
 ) -> Settings:
     """How artifacts are measured on a text.
 
@@ -126,6 +135,7 @@ def validation_settings(
         engine_windows=max(1, config.engine_tokens // config.sequence_length) if config.engine else 0,
         gates=config.gates.model_dump(),
         dtype=dtype,
+        engines=engines,
     )
 
 
@@ -160,7 +170,14 @@ def prepare(pipeline: Pipeline, only: tuple[str, ...] = ()) -> Prepared:
             problems += error.problems
     if problems:
         raise BadInput(problems)
-    return Prepared(pipeline, model, tuple(plans), reasons, device.model_dump(mode="json"))
+    return Prepared(pipeline, model, tuple(plans), reasons, device.model_dump(mode="json"), _engines(pipeline, plans))
+
+
+def _engines(pipeline: Pipeline, plans: list[TargetPlan]) -> tuple[EngineSpec, ...]:
+    """Looked for before any work, so that an absent one costs nothing."""
+    names: list[str] = [*pipeline.validation.engines] if pipeline.validation else []
+    formats = [plan.spec.format for plan in plans]
+    return find_engines(names, formats, section=pipeline.engines, base=pipeline.folder)
 
 
 def _chosen(pipeline: Pipeline, only: tuple[str, ...]) -> list[Target]:

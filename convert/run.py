@@ -238,6 +238,7 @@ def _measure_all(job: _Job, artifacts: list[Artifact], settings: Settings) -> li
     measured = []
     for artifact in artifacts:
         content = {"reference": reference_key, "artifact": artifact.ledger.files, "engine": settings.engine_windows}
+        content["engines"] = [spec.key() for spec in settings.engines]
         file = store.stage("measure", content) / "measurement.json"
         if not file.is_file():
             reference = reference or measure_reference(checkpoint, settings, cache, show)

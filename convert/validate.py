@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from convert.config import Validation
+from convert.config import Validation, load
+from convert.engines import find_engines
 from convert.prepare import read_text, validation_settings
 from convert.terminal import Reporter
 from convert.yaml_lines import explain
@@ -18,6 +20,7 @@ from models.errors import BadInput
 from models.opened import open_model
 from models.source import open_source
 from models.tokenizer import load_tokenizer
+from validate.engines.check import EngineSpec
 from validate.measure import measure, measure_reference
 from validate.report import to_report
 
@@ -29,19 +32,27 @@ def validate_artifact(
     tokens: int | None,
     sequence_length: int | None,
     show: Reporter,
+    engines: Sequence[str] = (),
+    engine_python: Path | None = None,
+    pipeline: Path | None = None,
 ) -> dict[str, Any]:
     """Measures an artifact as `convert run` does, and returns the same report with this one target.
 
     Args:
         text: a text file; None takes the data set that the artifact's ledger names.
         tokens, sequence_length: None takes the ledger's, else the defaults of ``validation:``.
+        engines: that run the artifact too.
+        engine_python: the interpreter of the one engine.
+        pipeline: a pipeline.yaml whose ``engines`` say where they are.
 
     Raises:
+        EnvironmentProblem: when an engine is not installed.
         BadInput: when the artifact or the reference is damaged, or no text can be found.
     """
     began = time.monotonic()
     artifact = Artifact(folder)
     artifact.check()
+    specs = _engines(artifact, engines, engine_python, pipeline)
     recorded = (artifact.ledger.validation or {}).get("settings")
     with tempfile.TemporaryDirectory(prefix="convert-") as scratch:
         work = Path(scratch)
@@ -55,10 +66,24 @@ def validate_artifact(
             load_tokenizer(model.checkpoint),
             model,
             artifact.dtype,
+            specs,
         )
         scored = measure_reference(model.checkpoint, settings, work, show)
         measured = measure(artifact, model.checkpoint, scored, settings, show)
     return to_report(reference, settings, [(artifact, measured)], time.monotonic() - began)
+
+
+def _engines(
+    artifact: Artifact, names: Sequence[str], python: Path | None, pipeline: Path | None
+) -> tuple[EngineSpec, ...]:
+    loaded = load(pipeline) if pipeline is not None else None
+    return find_engines(
+        list(names),
+        [artifact.layout.FORMAT],
+        python,
+        loaded.engines if loaded else None,
+        loaded.folder if loaded else None,
+    )
 
 
 def _check_same_model(artifact: Artifact, config: dict[str, Any], reference: str) -> None:

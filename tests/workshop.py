@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,15 +67,16 @@ class Built:
 class Workshop:
     """A folder of sources, results and artifacts; nothing is made twice."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, cases: Mapping[str, tuple[str, dict[str, Any]]] = CASES) -> None:
         self.folder = folder
+        self.cases = cases
         self._models: dict[str, OpenedModel] = {}
         self._built: dict[str, Built] = {}
 
     def model(self, case: str) -> OpenedModel:
         """A case's source, opened."""
         if case not in self._models:
-            model_type, config = CASES[case]
+            model_type, config = self.cases[case]
             path = tiny_checkpoint(self.folder / case, model_type, **config)
             (path / "LICENSE").write_text("a licence\n")
             self._models[case] = open_model(Folder(path))

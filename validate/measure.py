@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +12,16 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from calibrate.grid import concatenate
 from calibrate.results import save_tensors
 from calibrate.text import Windows
 from export.artifact import Artifact, Expansion
 from models.checkpoint import Checkpoint
 from models.errors import BadInput
+from validate.engines.check import EngineSpec, check_engine
 from validate.greedy import Continuations, continue_greedily, divergences
 from validate.kernels import TinygemmLinear, W4A8Linear
-from validate.score import Comparison, Swap, compare, final_hidden
+from validate.score import Comparison, compare, final_hidden
+from validate.swap import UnsuitedKernelError, kernel_swap
 
 Progress = Callable[[str, int, int], None]
 # exp of more overflows.
@@ -42,6 +43,7 @@ class Settings:
         engine_windows: how many of the windows, evenly spread, the engine's arithmetic is scored on; 0 for none.
         gates: bounds by gate; None is no bound.
         dtype: compute dtype of reference and expansion.
+        engines: that run the artifact as well, on the same windows, or on all of them when ``engine_windows`` is 0.
     """
 
     windows: Windows
@@ -50,6 +52,14 @@ class Settings:
     engine_windows: int
     gates: Mapping[str, float | None]
     dtype: torch.dtype
+    engines: tuple[EngineSpec, ...] = ()
+
+    @property
+    def chosen(self) -> list[int]:
+        """Indices of the windows that engines are scored on."""
+        total = len(self.windows.ids)
+        count = self.engine_windows or total
+        return [i * total // count for i in range(count)]
 
     def key(self) -> dict[str, Any]:
         """What decides a reference's numbers, besides the weights."""
@@ -76,11 +86,13 @@ class Measurement:
     Attributes:
         greedy: continuations identical of how many, and each first divergence.
         engine: the engine's name with its figures, or with the reason why it was ``skipped``.
+        engines: of each engine that ran the artifact, as `check_engine` gives it.
     """
 
     scores: Comparison
     greedy: dict[str, Any]
     engine: dict[str, Any]
+    engines: list[dict[str, Any]] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -89,7 +101,7 @@ class Measurement:
     def from_dict(data: Mapping[str, Any]) -> Measurement:
         """The inverse of ``to_dict``, through JSON."""
         scores = {**data["scores"], "nll": tuple(data["scores"]["nll"])}
-        return Measurement(Comparison(**scores), data["greedy"], data["engine"])
+        return Measurement(Comparison(**scores), data["greedy"], data["engine"], data.get("engines", []))
 
 
 def measure_reference(checkpoint: Checkpoint, settings: Settings, cache: Path, progress: Progress) -> Reference:
@@ -138,7 +150,24 @@ def measure(
         "divergences": [asdict(d) for d in diverged],
     }
     engine = _engine(artifact, expansion, checkpoint, reference, settings, scores, progress)
-    return Measurement(scores, greedy, engine)
+    engines = []
+    for spec in settings.engines:
+        if artifact.layout.FORMAT not in spec.formats:
+            continue
+        progress(f"{name}: {spec.name}", 0, 1)
+        engines.append(
+            check_engine(
+                spec,
+                artifact,
+                ids[settings.chosen],
+                hidden[settings.chosen],
+                settings.prompts,
+                continuations.tokens,
+                settings.dtype,
+            )
+        )
+        progress(f"{name}: {spec.name}", 1, 1)
+    return Measurement(scores, greedy, engine, engines)
 
 
 def _engine(
@@ -154,8 +183,7 @@ def _engine(
     name, kernel = ENGINES[str(artifact.config["quant_method"])]
     if not settings.engine_windows:
         return {"name": name, "skipped": "validation: engine: false"}
-    total = len(settings.windows.ids)
-    chosen = [i * total // settings.engine_windows for i in range(settings.engine_windows)]
+    chosen = settings.chosen
     ids = settings.windows.ids[chosen]
     swap = kernel_swap(artifact, expansion, kernel, settings.dtype)
     what = f"{artifact.ledger.target['name']}: engine"
@@ -175,27 +203,3 @@ def _engine(
         "tokens": engine.tokens,
         "gap": abs(math.expm1(lost)) if lost < MAX_EXPONENT else math.inf,
     }
-
-
-class UnsuitedKernelError(Exception):
-    """The kernel cannot compute with this artifact's linears."""
-
-
-def kernel_swap(artifact: Artifact, expansion: Expansion, kernel: type[nn.Module], dtype: torch.dtype) -> Swap:
-    """Gives the kernel's module for every linear of the model whose weight the artifact stores quantised."""
-    rows = {row.tensor: row for row in artifact.ledger.tensors}
-
-    def swap(module: str) -> nn.Module | None:
-        row = rows.get(f"{module}.weight")
-        if row is None or row.outcome != "quantized":
-            return None
-        if dtype != torch.bfloat16:
-            raise UnsuitedKernelError(f"the kernel computes in bfloat16, the model in {dtype}")
-        quantized = concatenate([artifact.quantized(stored) for stored in row.stored_as])
-        bias = f"{module}.bias"
-        try:
-            return kernel(quantized, expansion.read(bias) if bias in expansion.tensors else None)
-        except BadInput as error:
-            raise UnsuitedKernelError(f"{module}: {error}") from error
-
-    return swap

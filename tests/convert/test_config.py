@@ -53,6 +53,7 @@ FULL: dict[str, Any] = {
         "greedy": {"prompts": 4, "prompt_tokens": 5, "tokens": 6},
         "engine": True,
         "engine_tokens": 32,
+        "engines": ["vllm"],
         "gates": {
             "max_perplexity_increase": 0.5,
             "max_kl": 1,
@@ -62,6 +63,11 @@ FULL: dict[str, Any] = {
             "min_snr_db": 10,
             "max_bits_per_weight": 5,
         },
+    },
+    "engines": {
+        "vllm": {"python": "a.txt", "w4a8": "off"},
+        "gptqmodel": {"python": "a.txt"},
+        "transformers": {"python": "a.txt"},
     },
     "output": {"path": "out", "shard_size": "500MB"},
     "work": "scratch",
@@ -182,6 +188,10 @@ def test_defaults_of_calibration_and_validation(tmp_path: Path) -> None:
             5,
             "validation.gates.min_greedy_identical: expected at most greedy.prompts (4), found 5",
         ),
+        (("validation", "engines"), ["vlm"], "validation.engines[0]: expected 'vllm', 'gptqmodel' or 'transformers'"),
+        (("engines", "vllm", "python"), "bin/python", "engines.vllm.python: no such file: bin/python"),
+        (("engines", "vllm", "w4a8"), True, "engines.vllm.w4a8: expected 'auto', 'on' or 'off', found true"),
+        (("engines", "vllm", "pyton"), "x", "engines.vllm.pyton: unknown key"),
         (("output", "shard_size"), "2 gigs", "output.shard_size: expected a size such as 500MB or 2GB, found '2 gigs'"),
         (("output",), "./scratch", "work: expected a folder other than output ('./scratch')"),
     ],
@@ -197,7 +207,9 @@ def test_a_bad_value_is_refused_with_what_was_expected(
 
 
 def test_without_the_engine_its_keys_and_gate_are_refused_each_at_its_line(tmp_path: Path) -> None:
-    found = problems(tmp_path, with_value(("validation", "engine"), False))
+    content = with_value(("validation", "engine"), False)
+    content["validation"]["engines"] = []
+    found = problems(tmp_path, content)
     lines = (tmp_path / "pipeline.yaml").read_text().splitlines()
     assert [lines[int(problem.split(":")[1]) - 1].strip() for problem in found] == [
         '"engine_tokens": 32,',

@@ -19,8 +19,9 @@ from models.opened import open_model
 from tests.helpers import tiny_checkpoint, tokens
 from tests.workshop import FUSED, Workshop, spec
 from validate.kernels import W4A8Linear
-from validate.measure import Measurement, Settings, UnsuitedKernelError, kernel_swap, measure, measure_reference
+from validate.measure import Measurement, Settings, measure, measure_reference
 from validate.score import SNR_LIMIT_DB, final_hidden
+from validate.swap import UnsuitedKernelError, kernel_swap
 
 COUNT, LENGTH, PROMPTS = 24, 48, 4
 

@@ -55,6 +55,51 @@ def table(found: dict[str, Any]) -> str:
     return stream.getvalue()
 
 
+RAN = {
+    "name": "vllm",
+    "version": "0.32.0",
+    "kernels": {"qkv_proj": "AKernel"},
+    "against": "the expanded weights",
+    "perplexity": 12.2,
+    "gap": 0.0167,
+    "top1": 0.998,
+    "top1_of": 50,
+    "logprob_gap": 0.0123,
+    "tokens": 62,
+    "greedy": {"identical": 1, "of": 2},
+}
+
+
+def test_engines_that_ran_are_in_the_report_and_the_remarks(workshop: Workshop) -> None:
+    measured = Measurement(SCORES, GREEDY, ENGINE, [RAN])
+    found = report(workshop, measured, max_engine_gap=0.01)
+    (target,) = found["targets"]
+    assert target["engines"] == [RAN]
+    # The gate judges the worst of what was measured.
+    (gate,) = target["gates"]
+    assert gate["measured"] == 0.0167 and not gate["passed"]
+    assert (
+        "ran in vllm 0.32.0: perplexity 12.200, 1.67% from the expanded weights, top-1 0.998 of 50 clear positions,"
+        " log-probabilities differ by 0.0123, greedy 1/2" in table(found)
+    )
+
+
+@pytest.mark.parametrize(
+    "engine, engines, wanted",
+    [
+        ({"name": "x", "skipped": "no"}, [RAN], 0.0167),
+        ({"name": "x", "skipped": "no"}, [], None),
+        (ENGINE, [], 0.0083),
+        (ENGINE, [RAN | {"gap": math.nan}], None),
+    ],
+)
+def test_the_engine_gate_judges_whatever_was_measured(
+    workshop: Workshop, engine: dict[str, Any], engines: list[dict[str, Any]], wanted: float | None
+) -> None:
+    found = report(workshop, Measurement(SCORES, GREEDY, engine, engines), max_engine_gap=1)
+    assert found["targets"][0]["gates"][0]["measured"] == wanted
+
+
 def refuse(constant: str) -> None:
     raise ValueError(f"{constant} is no JSON")
 

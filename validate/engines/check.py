@@ -1,0 +1,83 @@
+"""One artifact in one engine: runs it and compares every answer with our scorer's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from export.artifact import Artifact, Expansion
+from validate.engines.compare import compare_engine, compare_greedy, positions
+from validate.engines.run import ENGINES, W4A8, Job, run_engine
+from validate.kernels import W4A8Linear
+from validate.score import final_hidden
+from validate.swap import kernel_swap
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """An engine to run artifacts in.
+
+    Attributes:
+        python: the interpreter of its environment.
+        version: that was found there.
+        w4a8: see `validate.engines.run.Job`.
+    """
+
+    name: str
+    python: Path
+    version: str
+    w4a8: W4A8 = "auto"
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """That it loads."""
+        return ENGINES[self.name].formats
+
+    def key(self) -> dict[str, str]:
+        """What decides its answers, besides the artifact and the text."""
+        return {"name": self.name, "version": self.version, "w4a8": self.w4a8}
+
+
+def check_engine(
+    spec: EngineSpec,
+    artifact: Artifact,
+    windows: torch.Tensor,
+    hidden: torch.Tensor,
+    prompts: torch.Tensor,
+    greedy: torch.Tensor,
+    dtype: torch.dtype,
+) -> dict[str, Any]:
+    """Runs the artifact and compares: with the expanded weights, or, where the engine rounds activations to 8 bits,
+    with our emulation of that kernel.
+
+    Args:
+        windows: int64 [windows, tokens].
+        hidden: of the expanded weights for them, as from `validate.score.final_hidden`.
+        prompts, greedy: int64 [prompts, length], and how the expanded weights continue them.
+
+    Returns:
+        The engine's entry in the report.
+
+    Raises:
+        BadInput: when the engine refuses the artifact.
+        EnvironmentProblem: when the engine is not there, does not start, or dies.
+    """
+    result = run_engine(spec.name, spec.python, Job(artifact, windows, prompts, greedy.shape[1], spec.w4a8))
+    expansion = Expansion(artifact)
+    if result.w4a8:
+        swap = kernel_swap(artifact, expansion, W4A8Linear, dtype)
+        emulated = final_hidden(expansion, windows, dtype, swap)
+        ours = positions(expansion, emulated, windows, dtype, swap)
+    else:
+        ours = positions(expansion, hidden, windows, dtype)
+    return {
+        "name": spec.name,
+        "version": result.version,
+        "kernels": result.kernels,
+        "against": "the emulated W4A8 kernel" if result.w4a8 else "the expanded weights",
+        **compare_engine(result, ours),
+        "greedy": compare_greedy(result, greedy),
+    }

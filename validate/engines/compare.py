@@ -1,0 +1,94 @@
+"""An engine's answers beside our own scorer's, for the same artifact and the same text."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from calibrate.replay import Replay
+from models.checkpoint import Checkpoint
+from validate.engines.run import Result
+from validate.score import CHUNK, Swap, no_swap, swapped
+
+# Below this difference of the first two log-probabilities, another order of the same sums may change the first.
+MARGIN = 0.1
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Our scorer's answer for every predicted token, [windows, tokens - 1].
+
+    Attributes:
+        logprobs: of the actual tokens.
+        top1: the most likely token.
+        margins: its log-probability minus the second's.
+    """
+
+    logprobs: torch.Tensor
+    top1: torch.Tensor
+    margins: torch.Tensor
+
+
+@torch.no_grad()
+def positions(
+    checkpoint: Checkpoint, hidden: torch.Tensor, windows: torch.Tensor, dtype: torch.dtype, swap: Swap = no_swap
+) -> Positions:
+    """From the final hidden states [windows, tokens, hidden], as `validate.score.final_hidden` gives them.
+
+    Args:
+        swap: as there, for the head.
+    """
+    end = Replay(checkpoint, dtype)
+    rows = []
+    with end.end() as logits_of, swapped(end.model, "", swap):
+        for index, window in enumerate(windows.split(1)):
+            logits = logits_of(window, hidden[index : index + 1])[0, :-1]
+            few = max(1, CHUNK // logits.shape[1])
+            chunks = zip(logits.split(few), window[0, 1:].split(few), strict=True)
+            parts = [_answers(part, targets) for part, targets in chunks]
+            rows.append([torch.cat(column) for column in zip(*parts, strict=True)])
+    return Positions(*(torch.stack(column) for column in zip(*rows, strict=True)))
+
+
+def _answers(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    logprobs = torch.log_softmax(logits.float(), -1)
+    best = logprobs.topk(2)
+    own = logprobs.gather(1, targets[:, None])[:, 0]
+    return own, best.indices[:, 0], best.values[:, 0] - best.values[:, 1]
+
+
+def compare_engine(result: Result, ours: Positions) -> dict[str, Any]:
+    """What the engine's answers differ in from ours.
+
+    Returns:
+        ``perplexity`` of the engine, ``gap``: its relative difference from ours; ``top1``: share of the same first
+        choice among the ``top1_of`` positions where our margin is over MARGIN (null when there are none);
+        ``logprob_gap``: mean absolute difference; ``tokens``: how many were compared.
+    """
+    clear = ours.margins > MARGIN
+    judged = int(clear.sum())
+    difference = result.logprobs.double() - ours.logprobs.double()
+    return {
+        "perplexity": float((-result.logprobs.double().mean()).exp()),
+        "gap": float(torch.expm1(-difference.mean()).abs()),
+        "top1": float((result.top1 == ours.top1)[clear].double().mean()) if judged else None,
+        "top1_of": judged,
+        "logprob_gap": float(difference.abs().mean()),
+        "tokens": difference.numel(),
+    }
+
+
+def compare_greedy(result: Result, tokens: torch.Tensor) -> dict[str, Any]:
+    """Continuations [prompts, tokens] of ours that the engine's equal in every token."""
+    assert result.greedy is not None
+    return {"identical": int((result.greedy == tokens).all(dim=1).sum()), "of": len(tokens)}
+
+
+def worst_gap(gaps: list[float | None]) -> float | None:
+    """The gap to judge: the largest, or None when one of them is not a finite number."""
+    if not gaps or any(gap is None or not math.isfinite(gap) for gap in gaps):
+        return None
+    return max(gap for gap in gaps if gap is not None)

@@ -1,0 +1,1 @@
+"""Scripts that run in the engines' interpreters, not in ours: see worker.py."""

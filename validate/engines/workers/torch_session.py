@@ -1,0 +1,46 @@
+"""What the engines have in common that give a torch model with transformers' interface."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class TorchSession:
+    """See worker.Session."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model.eval()
+
+    @torch.no_grad()
+    def score(self, window: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits = self.model(input_ids=window[None], use_cache=False).logits[0, :-1]
+        logprobs = torch.log_softmax(logits.float(), -1)
+        best = logprobs.max(-1)
+        return logprobs.gather(1, window[1:, None])[:, 0], best.indices, best.values
+
+    @torch.no_grad()
+    def continue_greedily(self, prompts: torch.Tensor, tokens: int) -> torch.Tensor:
+        output: torch.Tensor = self.model.generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
+            do_sample=False,
+            num_beams=1,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        return output[:, prompts.shape[1] :].contiguous()
+
+    def kernels(self) -> dict[str, str]:
+        kinds = (torch.nn.Linear, torch.nn.Embedding)
+        return {
+            name.rpartition(".")[2]: type(module).__name__
+            for name, module in self.model.named_modules()
+            if not isinstance(module, kinds) and getattr(module, "in_features", None) is not None
+        }
+
+    def close(self) -> None:
+        del self.model
