@@ -11,7 +11,8 @@ import torch
 
 from calibrate.grid import Quantized, check_finite, concatenate
 from calibrate.results import QuantizedLayer, Results
-from export.layout import Layout, get
+from export.layout import Layout
+from export.layouts import layout_of
 from export.ledger import FILE as LEDGER
 from export.ledger import Ledger, LinearRow, TensorRow, missing_rows
 from export.plan import Module, TargetPlan
@@ -40,7 +41,7 @@ def write(
         BadInput: when the layout cannot hold a linear, or a kept tensor is not finite.
         RuntimeError: when a source tensor would get no row: a bug, not bad input.
     """
-    layout = get(plan.spec.format)
+    layout = layout_of(plan.spec.format)
     with atomic_folder(folder) as partial:
         emit = _Emitter(plan, checkpoint, results, layers, layout, Writer(partial, shard_bytes))
         for name in _in_order(checkpoint, plan):
@@ -201,7 +202,7 @@ class Artifact:
         self.files = Folder(folder)
         self.config = self.files.config.get("quantization_config") or {}
         try:
-            self.layout = get(str(self.config.get("quant_method")))
+            self.layout = layout_of(str(self.config.get("quant_method")))
         except BadInput as error:
             where = f"{folder / 'config.json'}: quantization_config.quant_method"
             raise BadInput(f"{where}: {problem}" for problem in error.problems) from error

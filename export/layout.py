@@ -16,7 +16,6 @@ import torch
 from calibrate.grid import BITS, LEVELS, Quantized, ZeroKind
 from models.errors import BadInput
 
-FORMATS = ("gptq", "awq", "tinygemm")
 NIBBLES = 32 // BITS
 
 
@@ -80,24 +79,6 @@ class Layout(Protocol):
 
     def stored_bits(self, rows: int, columns: int, group_size: int) -> int:
         """Exact bits of all tensors of one linear [rows, columns]."""
-
-
-def get(format: str) -> Layout:
-    """The layout of that name. Raises BadInput naming the known ones."""
-    # Imported here: the layouts import this module.
-    if format == "gptq":
-        from export import gptq
-
-        return gptq
-    if format == "awq":
-        from export import awq
-
-        return awq
-    if format == "tinygemm":
-        from export import tinygemm
-
-        return tinygemm
-    raise BadInput(f"{format}: unknown layout; known: {', '.join(FORMATS)}")
 
 
 def resolve_group_size(group_size: int, columns: int) -> int:

@@ -10,7 +10,8 @@ import torch
 
 from calibrate.grid import Grid, ZeroKind
 from calibrate.quantize import Recipe
-from export.layout import LayoutOptions, get, resolve_group_size
+from export.layout import LayoutOptions, resolve_group_size
+from export.layouts import layout_of
 from models.checkpoint import Checkpoint
 from models.errors import BadInput
 from models.family import Family, Linear
@@ -118,7 +119,7 @@ class TargetPlan:
 
     def quantized_bytes(self) -> int:
         """Exact bytes of the quantised modules' tensors in this layout."""
-        layout = get(self.spec.format)
+        layout = layout_of(self.spec.format)
         return sum(layout.stored_bits(m.rows, m.columns, self.options.group_size) for m in self.quantized) // 8
 
     def kept_bytes(self, checkpoint: Checkpoint) -> int:
@@ -148,7 +149,7 @@ def make_plan(
     group_size, notes = _group_size(spec, chosen, problems)
     fused = _fused(spec, family, problems)
     modules = _modules(family, chosen, fused)
-    layout = get(spec.format)
+    layout = layout_of(spec.format)
     for linear in chosen:
         for reason in layout.shape_problems(linear.rows, linear.columns, group_size):
             problems.append(f"{linear.name} [{linear.rows}, {linear.columns}]: {reason}")

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from calibrate.grid import Quantized
 from export import gptq, layout
 from export.layout import LayoutOptions
+from export.layouts import layout_of
 from models.errors import BadInput
 
 GOLDEN = load_file(Path(__file__).parents[1] / "golden" / "gptqmodel_pack.safetensors")
@@ -202,10 +203,10 @@ def test_quantize_config_json_repeats_the_configuration() -> None:
 
 @pytest.mark.parametrize("name", layout.FORMATS)
 def test_every_known_layout_is_found_under_its_own_name(name: str) -> None:
-    module: Any = layout.get(name)
+    module: Any = layout_of(name)
     assert name == module.FORMAT
 
 
 def test_an_unknown_layout_is_answered_with_the_known_ones() -> None:
     with pytest.raises(BadInput, match="gguf: unknown layout; known: gptq, awq, tinygemm"):
-        layout.get("gguf")
+        layout_of("gguf")
