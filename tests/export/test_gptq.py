@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from calibrate.grid import Quantized
-from export import gptq, layout
+from export import gptq
 from export.layout import LayoutOptions
-from export.layouts import layout_of
+from export.layouts import LAYOUTS, layout_of
 from models.errors import BadInput
 
 GOLDEN = load_file(Path(__file__).parents[1] / "golden" / "gptqmodel_pack.safetensors")
@@ -201,7 +201,7 @@ def test_quantize_config_json_repeats_the_configuration() -> None:
     assert gptq.extra_files(CONFIG) == {"quantize_config.json": CONFIG}
 
 
-@pytest.mark.parametrize("name", layout.FORMATS)
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_every_known_layout_is_found_under_its_own_name(name: str) -> None:
     module: Any = layout_of(name)
     assert name == module.FORMAT
