@@ -15,7 +15,7 @@ so the configuration carries the machine's tag and the fingerprint of its packin
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +84,50 @@ def unpack_codes(packed: torch.Tensor, isa: str) -> torch.Tensor:
     return torch.cat([part.flatten(0, 1) for part in parts])
 
 
+def restack(packed: torch.Tensor, rows: Sequence[int], isa: str, target: str) -> torch.Tensor:
+    """Packed linears of one input as one packed linear, for another machine if need be.
+
+    Bytes stay as they are, and the same tensor is returned, where the two machines pack alike and every linear but the
+    last ends with a whole block; a tail in the middle is packed in another way than in the whole.
+
+    Args:
+        packed: uint8 [N, K/2], the linears' bytes one after another.
+        rows: out features of each linear, N in all.
+        isa, target: tags of the machines that the bytes are for, and that the result is for.
+
+    Raises:
+        BadInput: for an unknown tag.
+    """
+    blocks = _blocks(isa)
+    if blocks == _blocks(target) and all(count % blocks.size == 0 for count in rows[:-1]):
+        return packed
+    return pack_codes(torch.cat([unpack_codes(part, isa) for part in packed.split(list(rows))]), target)
+
+
+def dequantize_packed(packed: torch.Tensor, table: torch.Tensor, isa: str) -> torch.Tensor:
+    """The weight bf16 [N, K], as ``unpack`` and ``dequantize`` give it, in few passes over memory.
+
+    It is the transpose of a contiguous matrix, because bytes lie by in feature and a product takes either.
+
+    Args:
+        packed: uint8 [N, K/2]; N may be a part of a linear's channels that starts with a block.
+        table: the same channels' ``scales_and_zeros``.
+    """
+    blocks = _blocks(isa)
+    rows, columns = packed.shape[0], packed.shape[1] * 2
+    full = rows - rows % blocks.size
+    weight = torch.empty(columns, rows, dtype=torch.bfloat16)
+    if full:
+        _write_signed(packed[:full], weight[:, :full], blocks)
+    if full < rows:
+        _write_signed(packed[full:], weight[:, full:], Blocks(rows - full, halves=False))
+    scales, zeros = table.permute(2, 0, 1).contiguous()[:, :, None]
+    groups = weight.view(scales.shape[0], -1, rows)
+    # bf16 arithmetic here computes in fp32 and rounds once; the product of 4 and 8 bits is exact in any case.
+    torch.addcmul(zeros, groups, scales, out=groups)
+    return weight.t()
+
+
 def fingerprint(isa: str) -> str:
     """sha256 of the fixed codes packed for that machine. Raises BadInput for an unknown tag."""
     return _digest(pack_codes(_fixed_codes(), isa))
@@ -150,7 +194,7 @@ def pack(q: Quantized, options: LayoutOptions) -> dict[str, torch.Tensor]:
 
 def unpack(tensors: Mapping[str, torch.Tensor], quantization_config: Mapping[str, Any]) -> Quantized:
     """See Layout.unpack. Zeros are always float. Raises BadInput for an unknown tag or another fingerprint."""
-    raise_problems(_config_problems(quantization_config))
+    raise_problems(config_problems(quantization_config))
     scales, zeros = tensors["scales_and_zeros"].permute(2, 1, 0).contiguous()
     return Quantized(unpack_codes(tensors["weight_packed"], quantization_config["isa"]), scales, zeros)
 
@@ -159,7 +203,7 @@ def tensor_problems(
     name: str, tensors: Mapping[str, torch.Tensor], quantization_config: Mapping[str, Any]
 ) -> list[str]:
     """See Layout.tensor_problems."""
-    problems = _config_problems(quantization_config) + suffix_problems(name, tensors, SUFFIXES)
+    problems = config_problems(quantization_config) + suffix_problems(name, tensors, SUFFIXES)
     if problems:
         return problems
     packed, table = tensors["weight_packed"], tensors["scales_and_zeros"]
@@ -223,6 +267,16 @@ def _unpack_blocks(packed: torch.Tensor, halves: bool) -> torch.Tensor:
     return torch.stack([low, high], dim=2).flatten(1, 2)
 
 
+def _write_signed(packed: torch.Tensor, weight: torch.Tensor, blocks: Blocks) -> None:
+    """Writes codes minus 8 of whole blocks [N, K/2] into bf16 [K, N]."""
+    half = blocks.size // 2
+    values = packed.reshape(-1, weight.shape[0], half).transpose(0, 1)
+    split = weight.unflatten(1, (-1, 2, half) if blocks.halves else (-1, half, 2))
+    # The subtraction happens in bytes, which are the smallest to pass over.
+    split.select(2 if blocks.halves else 3, 0).copy_((values & (LEVELS - 1)).view(torch.int8).sub_(MIDDLE))
+    split.select(2 if blocks.halves else 3, 1).copy_((values >> BITS).view(torch.int8).sub_(MIDDLE))
+
+
 def _fixed_codes() -> torch.Tensor:
     """uint8 [128, 2]: enough channels for two blocks of the largest size; squares, so that channels differ."""
     index = torch.arange(256)
@@ -234,7 +288,8 @@ def _digest(packed: torch.Tensor) -> str:
     return hashlib.sha256(packed.contiguous().numpy().tobytes()).hexdigest()
 
 
-def _config_problems(quantization_config: Mapping[str, Any]) -> list[str]:
+def config_problems(quantization_config: Mapping[str, Any]) -> list[str]:
+    """Why the packed bytes cannot be told: an unknown tag, or a fingerprint that is not the tag's."""
     problems = misread_problems(quantization_config, {"bits": BITS})
     if problems:
         return problems
