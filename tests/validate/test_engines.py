@@ -9,6 +9,7 @@ import json
 import math
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from tests.helpers import tokens
 from tests.workshop import Workshop, spec
 from validate.engines import run
 from validate.engines.check import EngineSpec, check_engine
-from validate.engines.compare import MARGIN, Positions, compare_engine, compare_greedy, positions, worst_gap
+from validate.engines.compare import Positions, compare_engine, compare_greedy, positions, worst_gap
 from validate.engines.run import ENGINES, ROOT, Job, Result, check_format, installed_version, run_engine, run_jobs
 from validate.score import compare, final_hidden
 
@@ -154,7 +155,9 @@ def test_our_answers_are_those_of_the_scorer(workshop: Workshop) -> None:
     scores = compare(expansion, hidden, expansion, hidden, WINDOWS, torch.bfloat16)
     assert ours.logprobs.shape == ours.top1.shape == ours.margins.shape == (2, 23)
     assert -ours.logprobs.double().mean(dim=1) == pytest.approx(torch.tensor(scores.nll).double(), rel=1e-6)
-    assert bool((ours.margins >= 0).all()) and bool((ours.margins > MARGIN).any())
+    assert bool((ours.margins >= 0).all()) and bool(ours.clear.any()) and not bool(ours.clear.all())
+    # bf16 has eight bits: margins are whole steps, except where the second logit's steps are finer.
+    assert bool((ours.margins / ours.steps * 8 == (ours.margins / ours.steps * 8).round()).all())
 
 
 def answers(**changes: torch.Tensor) -> Result:
@@ -167,7 +170,12 @@ def answers(**changes: torch.Tensor) -> Result:
     return Result("1.2", {}, **{**values, **changes})
 
 
-OURS = Positions(torch.tensor([[-1.0, -2.0, -3.0]]), torch.tensor([[5, 6, 8]]), torch.tensor([[1.0, 0.3, 0.05]]))
+OURS = Positions(
+    torch.tensor([[-1.0, -2.0, -3.0]]),
+    torch.tensor([[5, 6, 8]]),
+    torch.tensor([[1.0, 0.3, 0.05]]),
+    torch.tensor([[0.125, 0.0625, 0.0625]]),
+)
 
 
 def test_equal_answers_have_no_gap_and_near_ties_are_not_judged() -> None:
@@ -190,8 +198,14 @@ def test_the_gap_is_relative_and_differences_do_not_cancel() -> None:
 
 
 def test_without_a_clear_position_there_is_no_share() -> None:
-    found = compare_engine(answers(), Positions(OURS.logprobs, OURS.top1, torch.zeros(1, 3)))
+    found = compare_engine(answers(), replace(OURS, margins=torch.zeros(1, 3)))
     assert (found["top1"], found["top1_of"]) == (None, 0)
+
+
+def test_a_margin_of_a_few_steps_may_be_rounding() -> None:
+    steps = torch.tensor([[0.5, 0.125, 0.01]])
+    found = replace(OURS, margins=torch.tensor([[2.0, 0.625, 0.11]]), steps=steps).clear
+    assert found.tolist() == [[False, True, True]]
 
 
 def test_continuations_are_counted_whole() -> None:

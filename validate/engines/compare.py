@@ -13,8 +13,11 @@ from models.checkpoint import Checkpoint
 from validate.engines.run import Result
 from validate.score import CHUNK, Swap, no_swap, swapped
 
-# Below this difference of the first two log-probabilities, another order of the same sums may change the first.
+# Below this difference of the first two logits, another order of the same sums may change the first.
 MARGIN = 0.1
+# So may rounding: two logits in two computations, each by half a step of their dtype, and in the models that were
+# measured the layers' own rounding adds as much again. A bf16 logit between 16 and 32 has steps of 0.125.
+STEPS = 4
 
 
 @dataclass(frozen=True)
@@ -24,12 +27,19 @@ class Positions:
     Attributes:
         logprobs: of the actual tokens.
         top1: the most likely token.
-        margins: its log-probability minus the second's.
+        margins: its logit minus the second's.
+        steps: between it and the next number of the logits' dtype.
     """
 
     logprobs: torch.Tensor
     top1: torch.Tensor
     margins: torch.Tensor
+    steps: torch.Tensor
+
+    @property
+    def clear(self) -> torch.Tensor:
+        """Whether the first choice is beyond what rounding may change."""
+        return self.margins > (STEPS * self.steps).clamp_min(MARGIN)
 
 
 @torch.no_grad()
@@ -53,11 +63,13 @@ def positions(
     return Positions(*(torch.stack(column) for column in zip(*rows, strict=True)))
 
 
-def _answers(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    logprobs = torch.log_softmax(logits.float(), -1)
-    best = logprobs.topk(2)
-    own = logprobs.gather(1, targets[:, None])[:, 0]
-    return own, best.indices[:, 0], best.values[:, 0] - best.values[:, 1]
+def _answers(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    values = logits.float()
+    best = values.topk(2)
+    own = torch.log_softmax(values, -1).gather(1, targets[:, None])[:, 0]
+    # frexp's exponent is one above that of the leading bit.
+    steps = torch.finfo(logits.dtype).eps * torch.exp2(torch.frexp(best.values[:, 0]).exponent.float() - 1)
+    return own, best.indices[:, 0], best.values[:, 0] - best.values[:, 1], steps
 
 
 def compare_engine(result: Result, ours: Positions) -> dict[str, Any]:
@@ -65,10 +77,10 @@ def compare_engine(result: Result, ours: Positions) -> dict[str, Any]:
 
     Returns:
         ``perplexity`` of the engine, ``gap``: its relative difference from ours; ``top1``: share of the same first
-        choice among the ``top1_of`` positions where our margin is over MARGIN (null when there are none);
+        choice among the ``top1_of`` positions where ours is clear (null when there are none);
         ``logprob_gap``: mean absolute difference; ``tokens``: how many were compared.
     """
-    clear = ours.margins > MARGIN
+    clear = ours.clear
     judged = int(clear.sum())
     difference = result.logprobs.double() - ours.logprobs.double()
     return {

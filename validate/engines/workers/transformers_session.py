@@ -12,14 +12,24 @@ from transformers import AutoModelForCausalLM
 
 # Registers the loader of tinygemm and the model classes that transformers lacks, where edge-convert is installed.
 with contextlib.suppress(ModuleNotFoundError):
-    import models  # noqa: F401
+    import export.serving  # noqa: F401
 
 
 def open_session(job: dict[str, Any]) -> TorchSession:
-    """Loads the job's artifact."""
-    return TorchSession(
-        AutoModelForCausalLM.from_pretrained(job["artifact"], dtype=getattr(torch, job["dtype"]), device_map="cpu")
+    """Loads the job's artifact.
+
+    Raises:
+        ValueError: where transformers itself only warns and goes on with random weights, as it does for a
+            quantisation method that it does not know.
+    """
+    dtype = getattr(torch, job["dtype"])
+    model, info = AutoModelForCausalLM.from_pretrained(
+        job["artifact"], dtype=dtype, device_map="cpu", output_loading_info=True
     )
+    odd = [f"{len(info[kind])} {kind.replace('_', ' ')}" for kind in info if info[kind]]
+    if odd:
+        raise ValueError(f"not every tensor found its place: {', '.join(odd)}; does this environment lack a loader?")
+    return TorchSession(model)
 
 
 def version() -> str:

@@ -18,6 +18,9 @@ from typing import Any, Protocol
 import torch
 from safetensors.torch import save_file
 
+# Of an engine's message: some print a whole configuration.
+LONGEST = 500
+
 
 class Session(Protocol):
     """One artifact, loaded by an engine."""
@@ -60,8 +63,7 @@ def main(engine: str, jobs: Path, results: Path) -> None:
             save_file(tensors, results / f"{index}.safetensors")
         except Exception as error:
             traceback.print_exc()
-            lines = str(error).strip().splitlines()
-            summary = {"error": f"{type(error).__name__}: {lines[-1] if lines else 'no message'}"}
+            summary = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:LONGEST]}"}
         (results / f"{index}.json").write_text(json.dumps(summary), encoding="utf-8")
 
 
