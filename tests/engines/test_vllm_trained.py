@@ -2,7 +2,7 @@
 
 SmolLM2-135M's logits lie between 16 and 32, where bf16 has steps of 0.125: two correct computations in bf16 differ in
 a log-probability by 0.05 in the mean, and each of them by 0.04 to 0.05 from fp32. So the engine must be as near to fp32
-as our own scorer is in bf16, not nearer.
+as our own scorer is in bf16, not nearer. spark-tiny's logits are smaller, and its figures far closer.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ def test_the_report_says_that_vllm_gives_what_the_weights_on_disk_give(output: P
         assert set(found["kernels"].values()) == {"CPUWNA16LinearKernel W4A16"}
         assert found["tokens"] == WINDOWS * (LENGTH - 1) and found["top1_of"] > found["tokens"] // 2
         assert found["top1"] == 1
-        assert found["gap"] < 0.005
+        close = "spark" in str(output)
+        assert found["gap"] < (0.002 if close else 0.005)
+        assert found["logprob_gap"] < (0.02 if close else 0.06)
 
 
 @pytest.fixture(scope="module")
