@@ -50,18 +50,18 @@ WIDE_ROWS = Switch(
     choices=(),
     why="Inputs with at least this many rows unpack the weights to bf16 and multiply with the ordinary GEMM;"
     " narrower ones take torch's int4 operator, whose time grows with the rows.",
-    measured="Xeon with AMX, one thread, linears of a 1.7B Spark layer: two paths over the operator alone 0.15 at 512"
-    " rows, 0.89 at 64, but 2.9 at 16 and 13 at 2, where unpacking dominates. Still 2: on AMX hosts the operator on"
-    " several rows, followed by vLLM's CPU attention, has died of SIGILL. Raise it (32) where batches are small and"
-    " the host has no AMX. tests/benchmarks/two_paths.py",
+    measured="Linears of a 1.7B Spark layer, Xeon with AMX, one thread: two paths over the operator alone 0.15 at 512"
+    " rows, 0.59 at 128 and 0.89 at 64, but 1.7 at 32, 2.9 at 16 and 13 at 2, where unpacking dominates. With 2 every"
+    " wide batch has the numbers of the expanded weights; raise it (48) where batches are small."
+    " tests/benchmarks/two_paths.py",
 )
 HEAD_GATE = Switch(
     name="EDGE_CONVERT_HEAD_GATE",
     default="traced",
     choices=("traced", "operator", "gemm"),
-    why="How Spark-X2.5's head gate projects 2048 features to 8 heads: as a sum of products that the compiler sees, the"
-    " same behind an opaque operator, or as a bf16 GEMM.",
-    measured="28 layers, one row, Xeon, one thread: compiled 0.68 ms traced, 1.18 operator, 1.78 GEMM; eager 1.13, 1.25,"
+    why="How Spark-X2.5's head gate projects 2048 features to 8 heads: as a sum of products that the compiler sees,"
+    " the same behind an opaque operator, or as a bf16 GEMM.",
+    measured="28 layers, one row, Xeon: compiled 0.68 ms traced, 1.18 operator, 1.78 GEMM; eager 1.13, 1.25,"
     " 1.90. Published: operator 0.444 ms, GEMM 1.155, traced slower than both; the traced sum here is over fp32"
     " weights. tests/benchmarks/head_gate.py",
 )

@@ -39,6 +39,9 @@ class TinygemmConfig(QuantizationConfig):
         if not current_platform.is_cpu():
             raise EnvironmentProblem("tinygemm weights are packed for the CPU: use a CPU build of vLLM")
         linear.check_config(config)
+        # vLLM's CPU attention uses AMX without asking the system for it. A bf16 product asks, but with a quantised
+        # head the first prompt may have had none, and the process would end with SIGILL.
+        torch.cpu._init_amx()
         self.stored = config
         self.here = {**config, "isa": linear.host(), "fingerprint": tinygemm.fingerprint(linear.host())}
         self.group_size = int(config["group_size"])
