@@ -77,7 +77,12 @@ def test_a_bug_shows_its_trace_and_is_not_taken_for_a_failed_gate(monkeypatch: p
 def test_an_interrupt_ends_with_its_own_code_and_no_trace(tmp_path: Path) -> None:
     folder = project(tmp_path / "p", calibration=settings()["calibration"] | {"samples": 40}).parent
     process = subprocess.Popen(
-        command("run", folder / "pipeline.yaml"), stderr=subprocess.PIPE, text=True, env=environment()
+        command("run", folder / "pipeline.yaml"),
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+        # Tests that run in the background of a shell inherit an ignored SIGINT.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         deadline = time.monotonic() + 120
