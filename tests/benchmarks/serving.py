@@ -61,8 +61,11 @@ def in_vllm(folder: str) -> tuple[float, float]:
 
 def in_llama_cpp(file: str) -> tuple[float, float]:
     """(prefill, decode) tokens per second of a GGUF file."""
+    import torch
     from llama_cpp import Llama
 
+    # A build for this machine uses AMX, and like vLLM's does not ask for it: without this, SIGILL.
+    torch.cpu._init_amx()
     llm = Llama(file, n_ctx=1024, n_batch=PREFILL, n_threads=os.cpu_count(), verbose=False)
 
     def run(tokens: list[int], new: int) -> None:
@@ -179,7 +182,8 @@ def measure(python: Path | str, worker: str, path: Path, **variables: str) -> tu
         [python, __file__, worker, path], capture_output=True, text=True, env={**os.environ, **variables}
     )
     if done.returncode:
-        raise click.ClickException(f"{path}: {(done.stderr.strip() or 'no output').splitlines()[-1]}")
+        told = (done.stderr.strip() or "no output").splitlines()[-1]
+        raise click.ClickException(f"{worker} on {path} ended with {done.returncode}: {told}")
     prefill, decode = json.loads(done.stdout.splitlines()[-1])
     return prefill, decode
 
@@ -206,12 +210,18 @@ def main(work: Path, source: str, engines: Path, passes: int) -> None:
                 folder, w4a8 = BUILDS[name]
                 python, path = engines / "bin" / "python", work.absolute() / folder
                 found[name].append(measure(python, "vllm", path, VLLM_CPU_INT4_W4A8=w4a8, **quick))
-            else:
-                found[name].append(measure(sys.executable, "llama.cpp", work.absolute() / "Q4_K_M.gguf"))
+            elif not missing:
+                try:
+                    found[name].append(measure(sys.executable, "llama.cpp", work.absolute() / "Q4_K_M.gguf"))
+                except click.ClickException as error:
+                    # A build for another machine dies of its instructions; the other rows stand all the same.
+                    missing = error.message
     threads = os.environ.get("OMP_NUM_THREADS", str(os.cpu_count()))
     click.echo(f"{source}: {passes} interleaved passes, {threads} threads; tokens/s, median (range)")
     click.echo(f"{'build':18} {'prefill':>22} {'to bf16':>8} {'decode':>20} {'to bf16':>8}")
     for name, rows in found.items():
+        if name not in BUILDS and missing:
+            continue
         cells = []
         for column in (0, 1):
             values = [row[column] for row in rows]
