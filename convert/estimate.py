@@ -12,7 +12,7 @@ from convert.prepare import Prepared
 from export.plan import TargetPlan
 from models.errors import EnvironmentProblem
 
-# Python with torch and transformers, before any weight is read (measured: 0.5 to 0.7 GB).
+# Python with torch and transformers holds 350 MB once imported; as much again for tokenizer, text and temporaries.
 BASE_MEMORY = 700 * 2**20
 
 

@@ -14,7 +14,8 @@ from calibrate.quantize import batches
 from calibrate.replay import Replay
 from models.checkpoint import Checkpoint
 
-# Logits per pass over a window: a few rows at a time stay in cache through all the sums (2.4 times faster).
+# Logits per pass over a window: a few rows at a time stay in cache through all the sums
+# (511 rows of 49,152 on one busy core: 0.41 s four rows at a time, 0.79 s all at once).
 CHUNK = 1 << 18
 Progress = Callable[[int, int], None]
 # What stands for "no difference": fp32 logits cannot come this near without being equal, and JSON has no infinity.
