@@ -33,6 +33,35 @@ class Fusion:
 
 
 @dataclass(frozen=True)
+class Links:
+    """Modules of a decoder layer that can share a factor per channel, or a rotation, without changing the function.
+
+    Attributes:
+        norms: each RMS norm, and every linear that reads its output.
+        residual: linears whose output is added to the residual stream; nothing else is.
+        values: the value projection and the linear that reads the heads' mixed values, heads in order.
+        product: the linear whose output is a plain factor of what the other one reads, channel by channel.
+    """
+
+    norms: tuple[tuple[str, tuple[str, ...]], ...]
+    residual: tuple[str, ...]
+    values: tuple[str, str]
+    product: tuple[str, str]
+
+
+# RMS norms before attention and MLP, and nothing else on the residual stream.
+PRE_NORM = Links(
+    norms=(
+        ("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+        ("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj")),
+    ),
+    residual=("self_attn.o_proj", "mlp.down_proj"),
+    values=("self_attn.v_proj", "self_attn.o_proj"),
+    product=("mlp.up_proj", "mlp.down_proj"),
+)
+
+
+@dataclass(frozen=True)
 class Family:
     """What the pipeline knows about a family.
 
@@ -45,6 +74,7 @@ class Family:
         engine_splits: whether engines give fused projections their split names, so that a configuration which lists
             quantised modules must list the split ones.
         shards: linears that engines load as one; all of such a group are quantised, or none.
+        links: what may be rewritten without changing the function; None where nothing is known to be.
         layers, embedding, norm, head: module names.
     """
 
@@ -58,6 +88,7 @@ class Family:
         ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         ("mlp.gate_proj", "mlp.up_proj"),
     )
+    links: Links | None = None
     layers: str = "model.layers"
     embedding: str = "model.embed_tokens"
     norm: str = "model.norm"

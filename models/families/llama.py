@@ -1,6 +1,6 @@
 """Llama-shaped models: separate q/k/v and gate/up projections, with the biases and QK norms of Qwen 2 and 3."""
 
-from models.family import Family
+from models.family import PRE_NORM, Family
 
 FAMILY = Family(
     model_types=("llama", "qwen2", "qwen3", "mistral"),
@@ -13,4 +13,5 @@ FAMILY = Family(
         "mlp.up_proj",
         "mlp.down_proj",
     ),
+    links=PRE_NORM,
 )

@@ -1,6 +1,6 @@
 """Phi-3 and Phi-4: fused ``qkv_proj`` and ``gate_up_proj``, which vLLM wants fused on disk too."""
 
-from models.family import Family, Fusion
+from models.family import PRE_NORM, Family, Fusion
 
 FAMILY = Family(
     model_types=("phi3",),
@@ -18,4 +18,5 @@ FAMILY = Family(
         Fusion("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj"), rows="equal"),
     ),
     fused_on_disk=True,
+    links=PRE_NORM,
 )
