@@ -1,5 +1,5 @@
-"""Artifacts in transformers as its own process: tinygemm through the loader that `import export.serving` registers, gptq
-and awq as users of the engines' environment load them, through GPTQModel's kernels."""
+"""Artifacts in transformers as its own process: tinygemm through the loader that `import export.serving` registers,
+gptq and awq as users of the engines' environment load them, through GPTQModel's kernels."""
 
 from __future__ import annotations
 
