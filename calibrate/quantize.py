@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from calibrate.grid import Grid, Quantized, check_finite
-from calibrate.methods import METHODS
+from calibrate.composition import compares, needs
+from calibrate.grid import Grid, check_finite
+from calibrate.methods import choose
 from calibrate.replay import Replay
-from calibrate.results import QuantizedLayer, Results
-from calibrate.search import error
-from calibrate.statistics import observe
+from calibrate.results import Hidden, QuantizedLayer, Results
+from calibrate.statistics import Enough, Inputs, observe
 from models.checkpoint import Checkpoint
-from models.family import Linear
+from models.family import Family, Linear
 from models.skeleton import stored_name
 
 # Tokens in one forward pass of a layer: enough to fill a matrix unit, small enough for eager attention.
@@ -29,7 +30,7 @@ class Recipe:
 
     Attributes:
         grids: (linear's full name, its grid), for the linears that are quantised.
-        method: names of `calibrate.methods.METHODS`.
+        method: names of `calibrate.composition.METHODS`, in their one order.
         dtype: what the model computes in.
     """
 
@@ -38,8 +39,14 @@ class Recipe:
     dtype: torch.dtype
 
     @property
-    def uses_moments(self) -> bool:
-        return any(METHODS[name].uses_moments for name in self.method)
+    def uses_text(self) -> bool:
+        """Whether any method gains from calibration windows."""
+        return needs(self.method) != "weights"
+
+    @property
+    def compares(self) -> bool:
+        """Whether any method wants the hidden states of the source's layers too."""
+        return compares(self.method)
 
 
 def batches(windows: torch.Tensor) -> list[torch.Tensor]:
@@ -68,98 +75,126 @@ def quantize(
         BadInput: for a non-finite weight, naming tensor and index.
     """
     replay = Replay(checkpoint, recipe.dtype)
-    grids = dict(recipe.grids)
     count = len(replay) + 1
     start = results.first_missing(count)
-    stream = _Stream(replay, batches(windows), results, start) if windows is not None and recipe.uses_moments else None
+    stream = None
+    if windows is not None and recipe.uses_text:
+        stream = _Stream(replay, batches(windows), results, start, recipe.compares)
+    run = _Run(checkpoint, replay, dict(recipe.grids), recipe, stream, results)
     by_layer: dict[int, list[Linear]] = {}
     for linear in linears:
-        by_layer.setdefault(len(replay) if linear.layer is None else linear.layer, []).append(linear)
+        if linear.name in run.grids:
+            by_layer.setdefault(len(replay) if linear.layer is None else linear.layer, []).append(linear)
     for index in range(start):
         # A run that was killed before it could.
         results.drop_hidden(index)
     for index in range(start, count):
         progress("calibrate", index, count)
-        chosen = [linear for linear in by_layer.get(index, ()) if linear.name in grids]
         if index < len(replay):
-            _layer(checkpoint, replay, index, chosen, grids, recipe, stream, results)
+            _layer(run, index, by_layer.get(index, []))
         else:
-            _head(checkpoint, replay, chosen, grids, recipe, stream, results)
+            _head(run, by_layer.get(index, []))
     progress("calibrate", count, count)
 
 
 class _Stream:
     """The calibration batches' hidden states on their way through the layers."""
 
-    def __init__(self, replay: Replay, ids: list[torch.Tensor], results: Results, start: int) -> None:
-        self.ids = ids
+    def __init__(self, replay: Replay, ids: list[torch.Tensor], results: Results, start: int, compares: bool) -> None:
+        self.replay, self.ids = replay, ids
         embedded = replay.embed(ids)
-        self.hidden = embedded if start == 0 else results.load_hidden(start) if start <= len(replay) else []
+        self.hidden = Hidden(embedded, embedded if compares else [])
+        if 0 < start <= len(replay):
+            self.hidden = results.load_hidden(start)
+
+    def inputs(self, layer: nn.Module, index: int, module: nn.Module, full: bool) -> Inputs:
+        """What a linear of the layer, with its weights as they are now, reads."""
+        with observe({"": module}, full, stop=True) as observed:
+            for hidden in self.hidden.quantized:
+                with suppress(Enough):
+                    self.replay.run(layer, index, hidden)
+        return observed[""].inputs()
+
+    def advance(self, layer: nn.Module, index: int) -> None:
+        """Takes the hidden states through the quantised layer."""
+        self.hidden.quantized = [self.replay.run(layer, index, hidden) for hidden in self.hidden.quantized]
+
+    def advance_reference(self, layer: nn.Module, index: int) -> None:
+        """Takes the reference's hidden states through the layer, which still has the source's weights."""
+        self.hidden.reference = [self.replay.run(layer, index, hidden) for hidden in self.hidden.reference]
 
 
-def _layer(
-    checkpoint: Checkpoint,
-    replay: Replay,
-    index: int,
-    linears: list[Linear],
-    grids: dict[str, Grid],
-    recipe: Recipe,
-    stream: _Stream | None,
-    results: Results,
-) -> None:
+@dataclass(frozen=True)
+class _Run:
+    """What every layer of a run shares."""
+
+    checkpoint: Checkpoint
+    replay: Replay
+    grids: dict[str, Grid]
+    recipe: Recipe
+    stream: _Stream | None
+    results: Results
+
+    @property
+    def full(self) -> bool:
+        return needs(self.recipe.method) == "hessian"
+
+    def choose(self, linear: Linear, weight: torch.Tensor, inputs: Inputs | None, found: QuantizedLayer) -> None:
+        chosen = choose(weight, self.grids[linear.name], self.recipe.method, inputs)
+        found.linears[linear.name], found.errors[linear.name] = chosen.quantized, chosen.error
+        if chosen.fallback:
+            found.fallbacks[linear.name] = chosen.fallback
+
+
+def groups(family: Family, prefix: str, linears: Sequence[Linear]) -> list[list[Linear]]:
+    """A layer's linears in the order of computation; those that read the same input (q, k, v; gate, up) together."""
+    found: dict[tuple[str, ...], list[Linear]] = {}
+    for linear in linears:
+        name = linear.name.removeprefix(prefix)
+        shard = next((shard for shard in family.shards if name in shard), (name,))
+        found.setdefault(shard, []).append(linear)
+    return list(found.values())
+
+
+def _layer(run: _Run, index: int, linears: list[Linear]) -> None:
+    """Each group of linears sees what the groups before it, quantised, give."""
+    replay, stream = run.replay, run.stream
     with replay.layer(index) as layer:
         prefix = replay.prefix(index) + "."
-        modules = {linear.module: layer.get_submodule(linear.module.removeprefix(prefix)) for linear in linears}
-        for name in modules:
+        for name in dict.fromkeys(linear.module for linear in linears):
             # From the file, not from the module: a cast to the compute dtype could hide or make an infinity.
-            check_finite(f"{checkpoint.name}: {name}.weight", checkpoint.read(f"{name}.weight"))
-        moments: dict[str, torch.Tensor] = {}
-        if stream is not None and linears:
-            with observe(modules) as observed:
-                for hidden in stream.hidden:
-                    replay.run(layer, index, hidden)
-            moments = {name: m.second_moments() for name, m in observed.moments.items()}
-        found = QuantizedLayer({}, {})
-        for linear in linears:
-            module = modules[linear.module]
-            assert isinstance(module, nn.Linear)
-            rows = module.weight[linear.start : linear.stop]
-            quantized = _choose(rows, grids[linear.name], recipe, moments.get(linear.module))
-            found.linears[linear.name] = quantized
-            found.errors[linear.name] = error(rows, quantized, moments.get(linear.module))
-            rows.copy_(quantized.dequantize(recipe.dtype))
+            check_finite(f"{run.checkpoint.name}: {name}.weight", run.checkpoint.read(f"{name}.weight"))
         if stream is not None:
-            stream.hidden = [replay.run(layer, index, hidden) for hidden in stream.hidden]
-        results.save(index, found, None if stream is None else stream.hidden)
+            stream.advance_reference(layer, index)
+        found = QuantizedLayer()
+        for group in groups(replay.family, prefix, linears):
+            modules = {linear.module: layer.get_submodule(linear.module.removeprefix(prefix)) for linear in group}
+            first = modules[group[0].module]
+            inputs = None if stream is None else stream.inputs(layer, index, first, run.full)
+            for linear in group:
+                module = modules[linear.module]
+                assert isinstance(module, nn.Linear)
+                rows = module.weight[linear.start : linear.stop]
+                run.choose(linear, rows, inputs, found)
+                rows.copy_(found.linears[linear.name].dequantize(run.recipe.dtype))
+        if stream is not None:
+            stream.advance(layer, index)
+        run.results.save(index, found, None if stream is None else stream.hidden)
 
 
-def _head(
-    checkpoint: Checkpoint,
-    replay: Replay,
-    linears: list[Linear],
-    grids: dict[str, Grid],
-    recipe: Recipe,
-    stream: _Stream | None,
-    results: Results,
-) -> None:
-    found = QuantizedLayer({}, {})
+def _head(run: _Run, linears: list[Linear]) -> None:
+    replay, stream = run.replay, run.stream
+    found = QuantizedLayer()
     for linear in linears:
-        name = stored_name(checkpoint, replay.model, f"{linear.module}.weight")
-        weight = checkpoint.read(name)
-        check_finite(f"{checkpoint.name}: {name}", weight)
-        moments = None
+        name = stored_name(run.checkpoint, replay.model, f"{linear.module}.weight")
+        weight = run.checkpoint.read(name)
+        check_finite(f"{run.checkpoint.name}: {name}", weight)
+        inputs = None
         if stream is not None:
             # The identity stands in for the head: only its input is wanted, not a table of logits.
-            with replay.before_head() as inputs, observe({linear.name: (probe := nn.Identity())}) as observed:
-                for ids, hidden in zip(stream.ids, stream.hidden, strict=True):
-                    probe(inputs(ids, hidden))
-            moments = observed.moments[linear.name].second_moments()
-        quantized = _choose(weight.to(recipe.dtype), grids[linear.name], recipe, moments)
-        found.linears[linear.name] = quantized
-        found.errors[linear.name] = error(weight.to(recipe.dtype), quantized, moments)
-    results.save(len(replay), found)
-
-
-def _choose(weight: torch.Tensor, grid: Grid, recipe: Recipe, moments: torch.Tensor | None) -> Quantized:
-    (method,) = recipe.method
-    return METHODS[method].choose(weight, grid, moments)
+            with replay.before_head() as read, observe({"": (probe := nn.Identity())}, run.full) as observed:
+                for ids, hidden in zip(stream.ids, stream.hidden.quantized, strict=True):
+                    probe(read(ids, hidden))
+            inputs = observed[""].inputs()
+        run.choose(linear, weight.to(run.recipe.dtype), inputs, found)
+    run.results.save(len(replay), found)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -14,19 +15,40 @@ from calibrate.grid import Quantized
 from models.files import sync
 
 FIELDS = ("codes", "scales", "zeros", "zero_points")
+# Before the names of unquantised tensors in a layer's file; no tensor's name has a colon.
+CHANGED = "changed:"
 
 
 @dataclass
 class QuantizedLayer:
-    """The quantised linears of one decoder layer (or the head), by full linear name.
+    """What was found for one decoder layer, or for the head and the norm before it.
 
     Attributes:
-        linears: codes and scales.
+        linears: codes and scales, by full linear name.
         errors: relative output error of each, see `calibrate.search.error`.
+        fallbacks: of linears that were rounded to nearest instead of by their methods, why.
+        tensors: new values of tensors that stay unquantised, by the source's name for them, in its shape.
+        reasons: of each such tensor, what changed it.
     """
 
-    linears: dict[str, Quantized]
-    errors: dict[str, float]
+    linears: dict[str, Quantized] = field(default_factory=dict)
+    errors: dict[str, float] = field(default_factory=dict)
+    fallbacks: dict[str, str] = field(default_factory=dict)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Hidden:
+    """Hidden states [batch, tokens, hidden] that enter a layer, one tensor a batch.
+
+    Attributes:
+        quantized: behind the layers as they were quantised.
+        reference: behind the source's layers; empty when no method compares with them.
+    """
+
+    quantized: list[torch.Tensor]
+    reference: list[torch.Tensor] = field(default_factory=list)
 
 
 class Results:
@@ -47,34 +69,50 @@ class Results:
         """The first of ``count`` layers that is not there; ``count`` when all are."""
         return next((i for i in range(count) if not self.done(i)), count)
 
-    def save(self, index: int, layer: QuantizedLayer, hidden: list[torch.Tensor] | None = None) -> None:
+    def save(self, index: int, layer: QuantizedLayer, hidden: Hidden | None = None) -> None:
         """Commits a layer and the hidden states that enter the next one."""
         if hidden is not None:
-            save_tensors(self._hidden(index + 1), {f"{i:06d}": h.contiguous() for i, h in enumerate(hidden)})
+            save_tensors(self._hidden(index + 1), _numbered(hidden))
         tensors = {
             f"{name}.{field}": value.contiguous()
             for name, quantized in layer.linears.items()
             for field in FIELDS
             if (value := getattr(quantized, field)) is not None
         }
-        save_tensors(self._layer(index), tensors, {"errors": json.dumps(layer.errors)})
-        self._hidden(index).unlink(missing_ok=True)
+        tensors |= {f"{CHANGED}{name}": value.contiguous() for name, value in layer.tensors.items()}
+        # Sorted, so that a layer's bytes depend on what was found and not on the order in which it was.
+        words = {"errors": layer.errors, "fallbacks": layer.fallbacks, "reasons": layer.reasons}
+        save_tensors(self._layer(index), tensors, {"found": json.dumps(words, sort_keys=True)})
+        self.drop_hidden(index)
 
     def load(self, index: int) -> QuantizedLayer:
         """A committed layer."""
         with safe_open(self._layer(index), "pt") as file:
-            errors = json.loads(file.metadata()["errors"])
+            words = _words(file)
             keys = set(file.keys())
             linears = {
                 name: Quantized(**{f: file.get_tensor(f"{name}.{f}") for f in FIELDS if f"{name}.{f}" in keys})
-                for name in errors
+                for name in words["errors"]
             }
-        return QuantizedLayer(linears, errors)
+            tensors = {name: file.get_tensor(f"{CHANGED}{name}") for name in words["reasons"]}
+        return QuantizedLayer(linears, **words, tensors=tensors)
 
-    def load_hidden(self, index: int) -> list[torch.Tensor]:
-        """The hidden states that enter layer ``index``, one tensor a batch."""
+    def changes(self, index: int) -> dict[str, str]:
+        """The unquantised tensors that a committed layer has new values for, and what changed each."""
+        with safe_open(self._layer(index), "pt") as file:
+            return _words(file)["reasons"]
+
+    def read_changed(self, index: int, name: str) -> torch.Tensor:
+        """The new value of one of them."""
+        with safe_open(self._layer(index), "pt") as file:
+            value: torch.Tensor = file.get_tensor(f"{CHANGED}{name}")
+        return value
+
+    def load_hidden(self, index: int) -> Hidden:
+        """The hidden states that enter layer ``index``."""
         with safe_open(self._hidden(index), "pt") as file:
-            return [file.get_tensor(key) for key in sorted(file.keys())]
+            found = {key: file.get_tensor(key) for key in sorted(file.keys())}
+        return Hidden(*([found[key] for key in found if key.startswith(kind)] for kind in ("quantized", "reference")))
 
     def drop_hidden(self, index: int) -> None:
         """Removes hidden states that no later layer needs."""
@@ -85,6 +123,20 @@ class Results:
 
     def _hidden(self, index: int) -> Path:
         return self.folder / f"hidden-{index:05d}.safetensors"
+
+
+def _words(file: Any) -> dict[str, dict[str, Any]]:
+    """What a layer's file says beside its tensors."""
+    found: dict[str, dict[str, Any]] = json.loads(file.metadata()["found"])
+    return found
+
+
+def _numbered(hidden: Hidden) -> dict[str, torch.Tensor]:
+    return {
+        f"{kind}-{i:06d}": tensor.contiguous()
+        for kind, batches in (("quantized", hidden.quantized), ("reference", hidden.reference))
+        for i, tensor in enumerate(batches)
+    }
 
 
 def save_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:

@@ -44,15 +44,27 @@ def search(weight: torch.Tensor, grid: Grid, moments: torch.Tensor | None = None
     return Quantized(torch.cat([p.codes for p in parts]), scales, zeros, points)
 
 
-def error(weight: torch.Tensor, quantized: Quantized, moments: torch.Tensor | None = None) -> float:
-    """Relative root of the (weighted) squared error: sqrt(sum h (w - w')^2 / sum h w^2); 0 for an all-zero weight."""
-    h = torch.ones(weight.shape[1]) if moments is None else moments
+def error(weight: torch.Tensor, quantized: Quantized, second: torch.Tensor | None = None) -> float:
+    """Relative error of the output y = W x: the root of E|y - y'|^2 / E|y|^2; 0 for a weight that gives zero.
+
+    Args:
+        weight: [N, K].
+        second: second moments of the inputs, fp32: all of them [K, K] = E[x x^T]; or E[x_k^2] [K], for channels that
+            are taken to be independent; None is inputs of one size.
+    """
     lost, all_ = 0.0, 0.0
     for rows, approximated in zip(weight.split(512), quantized.dequantize(torch.float32).split(512), strict=True):
         rows = rows.float()
-        lost += float(((rows - approximated).square() * h).sum(dtype=torch.float64))
-        all_ += float((rows.square() * h).sum(dtype=torch.float64))
+        lost += energy(rows - approximated, second)
+        all_ += energy(rows, second)
     return (lost / all_) ** 0.5 if all_ else 0.0
+
+
+def energy(weight: torch.Tensor, second: torch.Tensor | None) -> float:
+    """E|W x|^2 = tr(W H W^T), for fp32 W [N, K] and second moments as in `error`."""
+    weighted = weight if second is None else weight * second if second.dim() == 1 else weight @ second
+    # Rounding may leave a little less than nothing of a product that is zero.
+    return max(0.0, float((weighted * weight).sum(dtype=torch.float64)))
 
 
 def _ends(weight: torch.Tensor, grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,10 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A linear's inputs, as far as the methods want to know them.
+
+    Attributes:
+        moments: fp32 [K], second moments E[x_k^2].
+        hessian: fp32 [K, K], E[x x^T], where a method wants it.
+    """
+
+    moments: torch.Tensor
+    hessian: torch.Tensor | None = None
+
+    @property
+    def second(self) -> torch.Tensor:
+        """The fullest second moments there are, [K, K] or [K]: what the error of the output is measured by."""
+        return self.moments if self.hessian is None else self.hessian
 
 
 @dataclass
@@ -15,11 +33,15 @@ class Moments:
     """Running second moments of a linear's input.
 
     Attributes:
+        full: whether products of different channels are summed too.
         total: fp64 [K], sum over tokens of x squared.
+        products: fp32 [K, K], sum over tokens of x x^T; only when ``full``.
         tokens: how many tokens were summed.
     """
 
+    full: bool = False
     total: torch.Tensor | None = None
+    products: torch.Tensor | None = None
     tokens: int = 0
 
     def add(self, x: torch.Tensor) -> None:
@@ -27,6 +49,8 @@ class Moments:
         x = x.reshape(-1, x.shape[-1]).float()
         batch = x.square().sum(0).double()
         self.total = batch if self.total is None else self.total + batch
+        if self.full:
+            self.products = x.t() @ x if self.products is None else self.products.addmm_(x.t(), x)
         self.tokens += x.shape[0]
 
     def second_moments(self) -> torch.Tensor:
@@ -35,21 +59,40 @@ class Moments:
             raise ValueError("no inputs were seen")
         return (self.total / self.tokens).float()
 
+    def inputs(self) -> Inputs:
+        """What was seen. Raises ValueError before any input was."""
+        moments = self.second_moments()
+        return Inputs(moments, None if self.products is None else self.products / self.tokens)
 
-@dataclass
-class Observed:
-    """The moments of every hooked module's input, by module name."""
 
-    moments: dict[str, Moments] = field(default_factory=dict)
+class Enough(Exception):
+    """Every observed module has seen its input: the rest of the forward pass would teach nothing."""
 
 
 @contextmanager
-def observe(modules: Mapping[str, nn.Module]) -> Iterator[Observed]:
-    """Hooks the modules for the length of the block."""
-    observed = Observed({name: Moments() for name in modules})
+def observe(modules: Mapping[str, nn.Module], full: bool = False, stop: bool = False) -> Iterator[dict[str, Moments]]:
+    """Hooks modules for the length of the block.
+
+    Args:
+        modules: by name; each runs once in a forward pass.
+        full: whether products of different channels are summed too.
+        stop: whether a forward pass ends with `Enough` once every module has seen its input.
+
+    Yields:
+        The running moments of every module's input, by name.
+    """
+    observed = {name: Moments(full) for name in modules}
+    waiting = set(modules)
+
+    def see(name: str, x: torch.Tensor) -> None:
+        observed[name].add(x)
+        waiting.discard(name)
+        if stop and not waiting:
+            waiting.update(modules)
+            raise Enough
 
     def hook(name: str) -> torch.utils.hooks.RemovableHandle:
-        return modules[name].register_forward_pre_hook(lambda _, inputs: observed.moments[name].add(inputs[0]))
+        return modules[name].register_forward_pre_hook(lambda _, inputs: see(name, inputs[0]))
 
     handles = [hook(name) for name in modules]
     try:

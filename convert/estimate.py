@@ -61,7 +61,7 @@ def estimate(prepared: Prepared) -> Estimate:
     reference = _hidden_bytes(prepared, validation=True)
     output = sum(t.file_bytes for t in targets)
     # Hidden states stand there twice around a layer's commit, and go with a target's last layer.
-    hidden = 2 * _hidden_bytes(prepared, validation=False) * any(plan.recipe.uses_moments for plan in prepared.plans)
+    hidden = 2 * _hidden_bytes(prepared, validation=False) * any(plan.recipe.uses_text for plan in prepared.plans)
     work = sum(t.work_bytes for t in targets) + hidden + reference
     largest_layer = _largest_layer(prepared)
     embedding = checkpoint.tensors[f"{prepared.model.family.embedding}.weight"].elements * prepared.dtype.itemsize

@@ -81,7 +81,7 @@ class Prepared:
     def calibration(self) -> Windows | None:
         """The calibration windows, when there is a text and a method gains from it."""
         config = self.pipeline.calibration
-        if config is None or not any(plan.recipe.uses_moments for plan in self.plans):
+        if config is None or not any(plan.recipe.uses_text for plan in self.plans):
             return None
         text = self._text(config.dataset)
         windows = calibration_windows(self.tokenizer, text, config.samples, config.sequence_length, config.seed)

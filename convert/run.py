@@ -149,7 +149,7 @@ def _replace_changed(file: Path, content: bytes) -> None:
 def _build(job: _Job, plan: TargetPlan, calibration: Windows | None) -> Artifact:
     """Calibrates and writes one target, or takes the artifact that is already there; checks its bytes either way."""
     prepared, pipeline, store, show = job.prepared, job.prepared.pipeline, job.store, job.show
-    windows = calibration if plan.recipe.uses_moments else None
+    windows = calibration if plan.recipe.uses_text else None
     content = {
         "source": job.source["files"],
         "recipe": repr(plan.recipe),
@@ -216,7 +216,7 @@ def _notes(prepared: Prepared, plan: TargetPlan) -> tuple[str, ...]:
     notes = list(plan.notes)
     if plan.spec.name in prepared.reasons:
         notes.append(prepared.reasons[plan.spec.name])
-    if plan.recipe.uses_moments and prepared.pipeline.calibration is None:
+    if plan.recipe.uses_text and prepared.pipeline.calibration is None:
         notes.append("no calibration text: every input channel weighs the same")
     return tuple(notes)
 

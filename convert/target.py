@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
 
+from calibrate.composition import METHODS, composition_problems
 from convert.yaml_lines import (
     Section,
     Text,
@@ -50,7 +51,6 @@ FORMATS: Mapping[str, FormatRules] = {
     "awq": FormatRules((32, 64, 128, -1), 64, False, "integer", "keep"),
     "tinygemm": FormatRules((32, 64, 128, 256), 64, False, "float", "keep"),
 }
-METHODS = ("rtn", "search")
 
 
 class Target(Section):
@@ -63,7 +63,7 @@ class Target(Section):
         group_size: weights per scale along the input; -1 is one group a row.
         group_size_policy: what happens to a linear that `group_size` does not divide.
         symmetric, zero: the grid; `zero` is `none` exactly when symmetric.
-        method: how codes and scales are chosen.
+        method: how codes and scales are chosen, in the order of `calibrate.composition`.
         lm_head: whether the head is quantised.
         skip: patterns (fnmatch) of linears that stay as they are.
         qkv: how fused projections are written; None is as the family's engines want it.
@@ -154,8 +154,9 @@ class Target(Section):
         for name in method:
             if name not in METHODS:
                 raise broken_rule(f"unknown method '{name}'{suggestion(name, METHODS)}")
-        if len(method) > 1:
-            raise broken_rule(f"{' and '.join(method)} each choose the codes: name one of them")
+        problems = composition_problems(method)
+        if problems:
+            raise broken_rule("; ".join(problems))
         return method
 
     @field_validator("isa", "priority", "device")

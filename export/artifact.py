@@ -48,6 +48,7 @@ def write(
             ledger.tensors.append(emit.tensor(name))
         if plan.tied:
             ledger.tensors += emit.tied_head()
+        ledger.notes += _fallback_notes(ledger)
         unaccounted = missing_rows(ledger, checkpoint.tensors)
         if unaccounted:
             raise RuntimeError(f"no ledger row for {unaccounted}")
@@ -92,6 +93,10 @@ class _Emitter:
         for module in plan.quantized:
             self.modules.setdefault(module.source, []).append(module)
         self.kept = dict(plan.kept)
+        # Of unquantised tensors that calibration changed: the layer that holds the new value, and what changed it.
+        self.changed = {
+            name: (index, reason) for index in range(layers + 1) for name, reason in results.changes(index).items()
+        }
         self._loaded: tuple[int, QuantizedLayer] | None = None
 
     def tensor(self, name: str) -> TensorRow:
@@ -122,8 +127,10 @@ class _Emitter:
             grid = self.plan.grid(linear.columns)
             where = (start, start + linear.rows)
             error = layer.errors[linear.name]
-            method = self.plan.spec.method
-            rows.append(LinearRow(linear.name, module.name, where, method, grid.group_size, grid.zero, error))
+            fallback = layer.fallbacks.get(linear.name, "")
+            method = ("rtn",) if fallback else self.plan.spec.method
+            row = LinearRow(linear.name, module.name, where, method, grid.group_size, grid.zero, error, fallback)
+            rows.append(row)
             start += linear.rows
         return rows
 
@@ -135,11 +142,14 @@ class _Emitter:
             for linear in module.linears:
                 stored.append(f"{module.name}.{leaf}")
                 self.writer.add(stored[-1], value[linear.start : linear.stop].clone())
-        return TensorRow(name, info.shape, dtype, "split", tuple(stored))
+        reason = self.changed[name][1] if name in self.changed else ""
+        return TensorRow(name, info.shape, dtype, "split", tuple(stored), reason)
 
     def _keep(self, name: str, info: TensorInfo, dtype: str, module: str) -> TensorRow:
         value = self._read(name)
         reason = self.kept.get(module, "not a linear that is quantised")
+        if name in self.changed:
+            reason += f"; {self.changed[name][1]}"
         if value.dtype != info.dtype:
             reason += f"; cast to {str(self.plan.dtype).removeprefix('torch.')}"
         self.writer.add(name, value)
@@ -147,7 +157,10 @@ class _Emitter:
 
     def _read(self, name: str) -> torch.Tensor:
         """A tensor as it is kept; the cast to the artifact's dtype must not make an infinity either."""
-        value = self.checkpoint.read(name)
+        if name in self.changed:
+            value = self.results.read_changed(self.changed[name][0], name)
+        else:
+            value = self.checkpoint.read(name)
         if value.is_floating_point():
             value = value.to(self.plan.dtype)
             check_finite(f"{self.checkpoint.name}: {name} in {self.plan.dtype}".replace("torch.", ""), value)
@@ -177,6 +190,15 @@ class _Emitter:
         if self._loaded is None or self._loaded[0] != index:
             self._loaded = (index, self.results.load(index))
         return self._loaded[1]
+
+
+def _fallback_notes(ledger: Ledger) -> tuple[str, ...]:
+    linears = [linear for row in ledger.tensors for linear in row.linears]
+    fallen = [linear.linear for linear in linears if linear.reason]
+    if not fallen:
+        return ()
+    named = ", ".join(fallen[:3]) + (" ..." if len(fallen) > 3 else "")
+    return (f"{len(fallen)} of {len(linears)} linears rounded to nearest, which came to a smaller error: {named}",)
 
 
 def _config(plan: TargetPlan, checkpoint: Checkpoint, layout: Layout) -> dict[str, Any]:

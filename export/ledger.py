@@ -26,6 +26,7 @@ class LinearRow:
         module: where the artifact stores it.
         rows: first and last-plus-one output channel within that module.
         error: relative output error, see `calibrate.search.error`.
+        reason: why it was rounded to nearest although the target asks for more; empty when it was not.
     """
 
     linear: str
@@ -35,6 +36,7 @@ class LinearRow:
     group_size: int
     zero: str
     error: float
+    reason: str = ""
 
 
 @dataclass

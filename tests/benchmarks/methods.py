@@ -12,8 +12,9 @@ import time
 import torch
 
 from calibrate.grid import Grid, ZeroKind
-from calibrate.methods import METHODS
+from calibrate.methods import CHOOSE
 from calibrate.search import error
+from calibrate.statistics import Inputs
 
 ROWS, COLUMNS, REPEATS = 2048, 2048, 3
 
@@ -31,11 +32,11 @@ def main() -> None:
         for group_size in (32, 64, 128):
             grid = Grid(group_size, zero)
             plain = None
-            for name, method in METHODS.items():
+            for name, choose in CHOOSE.items():
                 seconds = []
                 for _ in range(REPEATS):
                     began = time.perf_counter()
-                    quantized = method.choose(weight, grid, moments)
+                    quantized = choose(weight, grid, Inputs(moments))
                     seconds.append(time.perf_counter() - began)
                 found = error(weight, quantized, moments)
                 plain = plain or found

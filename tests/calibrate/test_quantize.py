@@ -14,7 +14,7 @@ from calibrate import quantize as module
 from calibrate.grid import Grid
 from calibrate.quantize import Recipe, batches, quantize
 from calibrate.replay import Replay
-from calibrate.results import QuantizedLayer, Results
+from calibrate.results import Hidden, QuantizedLayer, Results
 from calibrate.search import error, round_to_nearest, search
 from models.checkpoint import Folder
 from models.errors import BadInput
@@ -63,7 +63,7 @@ def killed_at(patch: pytest.MonkeyPatch, layer: int, where: str) -> None:
     """Ends the run in layer ``layer``: before it, when its hidden states or itself were saved, or at its clean-up."""
     save, unlink = module.Results.save, Path.unlink
 
-    def at_save(results: Results, index: int, found: QuantizedLayer, hidden: list[torch.Tensor] | None = None) -> None:
+    def at_save(results: Results, index: int, found: QuantizedLayer, hidden: Hidden | None = None) -> None:
         if index == layer and where == "before":
             raise Killed
         if index == layer and where == "hidden":
@@ -131,27 +131,39 @@ def test_at_most_two_files_of_hidden_states_lie_on_the_disk(model: OpenedModel, 
     assert hidden == [[], *([f"hidden-{i:05d}.safetensors"] for i in range(1, LAYERS + 1)), []]
 
 
-def test_a_layer_sees_what_the_quantised_layers_before_it_give(model: OpenedModel, tmp_path: Path) -> None:
-    """Everything that layer 1 is chosen by, computed directly: the whole model with layer 0 as it was quantised."""
-    chosen = recipe(model)
-    results = run(model, chosen, tmp_path / "results")
+def test_a_linear_sees_what_the_quantised_ones_before_it_give(model: OpenedModel, tmp_path: Path) -> None:
+    """Everything that layer 1 is chosen by, computed directly: the whole model with what comes before as quantised."""
+    results = run(model, recipe(model), tmp_path / "results")
     full = load_model(model.checkpoint, torch.bfloat16)
-    first = results.load(0)
-    put(full, model, first)
-    inputs: dict[str, list[torch.Tensor]] = {}
-    for name in {linear.module for linear in model.linears if linear.layer == 1}:
-        inputs[name] = []
-        full.get_submodule(name).register_forward_pre_hook(lambda _, x, name=name: inputs[name].append(x[0].float()))
-    with torch.no_grad():
-        for batch in batches(WINDOWS):
-            full(batch, use_cache=False)
+    put(full, model, results.load(0))
     second = results.load(1)
-    for linear in (linear for linear in model.linears if linear.layer == 1):
-        rows = full.get_submodule(linear.module).weight[linear.start : linear.stop].float()
-        moments = torch.cat([x.reshape(-1, x.shape[-1]) for x in inputs[linear.module]]).square().mean(0)
-        expected = search(rows, Grid(32), moments)
-        assert torch.equal(second.linears[linear.name].codes, expected.codes), linear.name
-        assert second.errors[linear.name] == pytest.approx(error(rows, expected, moments), rel=1e-4)
+    linears = [linear for linear in model.linears if linear.layer == 1]
+    together = module.groups(model.family, "model.layers.1.", linears)
+    assert [[linear.name.rpartition(".")[2] for linear in group] for group in together] == [
+        ["q_proj", "k_proj", "v_proj"],
+        ["out_proj"],
+        ["gate_proj", "up_proj"],
+        ["down_proj"],
+    ]
+    for group in together:
+        moments = full_moments(full, group[0].module)
+        for linear in group:
+            rows = full.get_submodule(linear.module).weight[linear.start : linear.stop].float()
+            expected = search(rows, Grid(32), moments)
+            assert torch.equal(second.linears[linear.name].codes, expected.codes), linear.name
+            assert second.errors[linear.name] == pytest.approx(error(rows, expected, moments), rel=1e-4)
+        put(full, model, QuantizedLayer({linear.name: second.linears[linear.name] for linear in group}))
+
+
+@torch.no_grad()
+def full_moments(full: Any, module: str) -> torch.Tensor:
+    """Second moments of a module's input in the whole model."""
+    inputs: list[torch.Tensor] = []
+    hook = full.get_submodule(module).register_forward_pre_hook(lambda _, x: inputs.append(x[0].float().flatten(0, 1)))
+    for batch in batches(WINDOWS):
+        full(batch, use_cache=False)
+    hook.remove()
+    return torch.cat(inputs).square().mean(0)
 
 
 def test_the_head_sees_the_quantised_model(model: OpenedModel, tmp_path: Path) -> None:
@@ -159,12 +171,7 @@ def test_the_head_sees_the_quantised_model(model: OpenedModel, tmp_path: Path) -
     full = load_model(model.checkpoint, torch.bfloat16)
     for index in range(LAYERS):
         put(full, model, results.load(index))
-    inputs: list[torch.Tensor] = []
-    full.lm_head.register_forward_pre_hook(lambda _, x: inputs.append(x[0].float().reshape(-1, 128)))
-    with torch.no_grad():
-        for batch in batches(WINDOWS):
-            full(batch, use_cache=False)
-    moments = torch.cat(inputs).square().mean(0)
+    moments = full_moments(full, "lm_head")
     head = results.load(LAYERS).linears["lm_head"]
     assert torch.equal(head.codes, search(full.lm_head.weight.float(), Grid(32), moments).codes)
 
@@ -204,7 +211,7 @@ def test_skipped_linears_keep_their_weights(model: OpenedModel, tmp_path: Path) 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
         killed_at(patch, 0, "after")
         run(model, recipe(model, skip="layers.0."), tmp_path / "b")
-    assert all(torch.equal(x, y) for x, y in zip(Results(tmp_path / "b").load_hidden(1), hidden, strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(Results(tmp_path / "b").load_hidden(1).quantized, hidden, strict=True))
     part = run(model, recipe(model, skip="self_attn"), tmp_path / "c")
     assert {name.rpartition(".")[2] for name in part.load(2).linears} == {"gate_proj", "up_proj", "down_proj"}
     assert run(model, recipe(model, skip="lm_head"), tmp_path / "d").load(LAYERS).linears == {}
@@ -243,13 +250,19 @@ def test_batches_hold_all_windows_in_order() -> None:
 def test_a_saved_layer_comes_back_whole(tmp_path: Path, zero: Any) -> None:
     results = Results(tmp_path)
     weight = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
-    layer = QuantizedLayer({"a.b": round_to_nearest(weight, Grid(32, zero))}, {"a.b": 0.125})
-    hidden = [torch.full((2, 3, 4), float(i)) for i in range(12)]
+    layer = QuantizedLayer({"a.b": round_to_nearest(weight, Grid(32, zero))}, {"a.b": 0.125}, {"a.b": "worse"})
+    layer.tensors["a.norm.weight"], layer.reasons["a.norm.weight"] = torch.randn(7), "trained"
+    hidden = Hidden(*([torch.full((2, 3, 4), i + part) for i in range(12)] for part in (0.0, 0.5)))
     results.save(3, layer, hidden)
-    found = results.load(3)
-    assert found.errors == layer.errors and found.linears["a.b"].grid == Grid(32, zero)
+    found, states = results.load(3), results.load_hidden(4)
+    assert (found.errors, found.fallbacks, found.reasons) == (layer.errors, layer.fallbacks, layer.reasons)
+    assert found.linears["a.b"].grid == Grid(32, zero)
     assert torch.equal(found.linears["a.b"].dequantize(), layer.linears["a.b"].dequantize())
-    assert all(torch.equal(a, b) for a, b in zip(results.load_hidden(4), hidden, strict=True))
+    assert results.changes(3) == layer.reasons
+    for value in (found.tensors["a.norm.weight"], results.read_changed(3, "a.norm.weight")):
+        assert torch.equal(value, layer.tensors["a.norm.weight"])
+    for ours, theirs in ((states.quantized, hidden.quantized), (states.reference, hidden.reference)):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     assert results.done(3) and not results.done(2) and results.first_missing(4) == 0
 
 

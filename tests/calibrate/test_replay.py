@@ -91,8 +91,8 @@ def test_hooks_see_the_input_of_each_linear_as_in_the_full_model(tmp_path: Path,
                 hidden = [replay.run(layer, index, h) for h in hidden]
         for name in linears:
             inputs = torch.cat([x.reshape(-1, x.shape[-1]) for x in expected[f"{replay.prefix(index)}.{name}"]])
-            assert observed.moments[name].tokens == len(inputs) == sum(batch.numel() for batch in BATCHES)
-            assert torch.allclose(observed.moments[name].second_moments(), inputs.square().mean(0), rtol=1e-5)
+            assert observed[name].tokens == len(inputs) == sum(batch.numel() for batch in BATCHES)
+            assert torch.allclose(observed[name].second_moments(), inputs.square().mean(0), rtol=1e-5)
             seen += 1
     assert seen == len(expected)
 

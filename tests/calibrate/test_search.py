@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from calibrate import search as module
 from calibrate.grid import Grid, Quantized, ZeroKind, grouped
-from calibrate.methods import METHODS
+from calibrate.methods import CHOOSE
 from calibrate.search import error, round_to_nearest, search
 
 KINDS: tuple[ZeroKind, ...] = ("none", "float", "integer")
@@ -130,13 +130,6 @@ def test_the_error_sums_over_all_rows() -> None:
 @every_kind
 def test_bf16_weights_give_what_their_fp32_copies_give(zero: ZeroKind) -> None:
     weight = weights(5).bfloat16()
-    for name, method in METHODS.items():
-        found, expected = (
-            method.choose(weight, Grid(32, zero), None),
-            method.choose(weight.float(), Grid(32, zero), None),
-        )
+    for name, choose in CHOOSE.items():
+        found, expected = choose(weight, Grid(32, zero), None), choose(weight.float(), Grid(32, zero), None)
         assert torch.equal(found.codes, expected.codes) and torch.equal(found.scales, expected.scales), name
-
-
-def test_only_the_search_uses_moments() -> None:
-    assert {name: method.uses_moments for name, method in METHODS.items()} == {"rtn": False, "search": True}

@@ -39,4 +39,4 @@ def test_hooks_are_gone_after_the_block_also_after_an_error() -> None:
     with pytest.raises(RuntimeError), observe({"a": linear}):
         raise RuntimeError
     linear(torch.ones(5, 4))
-    assert observed.moments["a"].tokens == 3 and not linear._forward_pre_hooks
+    assert observed["a"].tokens == 3 and not linear._forward_pre_hooks

@@ -56,6 +56,38 @@ def test_the_expansion_of_the_bytes_is_the_dequantised_numbers(
         assert (value.dtype, tuple(value.shape)) == (info.dtype, info.shape), name
 
 
+def test_what_calibration_changed_of_unquantised_tensors_is_stored_and_accounted_for(
+    workshop: Workshop, tmp_path: Path
+) -> None:
+    plan = workshop.plan("qwen2-biases", spec())
+    results, changed = Results(tmp_path / "results"), {}
+    for index in range(3):
+        layer = workshop.results("qwen2-biases", plan).load(index)
+        name = f"model.layers.{index}.input_layernorm.weight" if index < 2 else "model.norm.weight"
+        changed[name] = layer.tensors[name] = torch.rand(128)
+        layer.reasons[name] = "scaled by awq"
+        if index == 0:
+            bias = "model.layers.0.self_attn.q_proj.bias"
+            changed[bias] = layer.tensors[bias] = torch.rand(128)
+            layer.reasons[bias] = "trained by tune"
+            layer.fallbacks["model.layers.0.mlp.up_proj"] = "gptq was worse"
+        results.save(index, layer)
+    workshop.write("qwen2-biases", plan, results, tmp_path / "artifact")
+    artifact = Artifact(tmp_path / "artifact")
+    artifact.check()
+    rows = {row.tensor: row for row in artifact.ledger.tensors}
+    for name, value in changed.items():
+        assert torch.equal(Expansion(artifact).read(name), value.bfloat16())
+        assert rows[name].outcome == "kept" and rows[name].reason.count("trained by tune") == name.endswith("bias")
+    assert "scaled by awq; cast to" not in rows["model.norm.weight"].reason
+    assert rows["model.norm.weight"].reason == "not a linear that is quantised; scaled by awq"
+    linears = {linear.linear: linear for row in rows.values() for linear in row.linears}
+    fallen = linears.pop("model.layers.0.mlp.up_proj")
+    assert (fallen.method, fallen.reason) == (("rtn",), "gptq was worse")
+    assert not any(linear.reason for linear in linears.values())
+    assert "1 of 15 linears rounded to nearest" in artifact.ledger.notes[-1]
+
+
 @pytest.mark.parametrize("case", FUSED)
 @pytest.mark.parametrize("format", FORMATS)
 def test_split_and_fused_hold_the_same_numbers(workshop: Workshop, case: str, format: str) -> None:
