@@ -141,6 +141,7 @@ def test_a_fused_bias_follows_its_projections(tmp_path: Path, fused: bool) -> No
         found.linears[linear.name] = round_to_nearest(weight, Grid(32))
         found.errors[linear.name] = 0.1
     results.save(0, found)
+    results.save(1, QuantizedLayer())
     written = ledger(tensors=[], source={"name": "memory", "files": {}})
     write(plan, source, results, 1, tmp_path / "out", written, 2**30)
     artifact = Artifact(tmp_path / "out")
