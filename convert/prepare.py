@@ -136,6 +136,7 @@ def validation_settings(
         gates=config.gates.model_dump(),
         dtype=dtype,
         engines=engines,
+        tokenizer=tokenizer,
     )
 
 

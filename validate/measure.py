@@ -17,6 +17,7 @@ from calibrate.text import Windows
 from export.artifact import Artifact, Expansion
 from models.checkpoint import Checkpoint
 from models.errors import BadInput
+from validate.divergence import classify, to_dict
 from validate.engines.check import EngineSpec, check_engine
 from validate.greedy import Continuations, continue_greedily, divergences
 from validate.kernels import TinygemmLinear, W4A8Linear
@@ -44,6 +45,7 @@ class Settings:
         gates: bounds by gate; None is no bound.
         dtype: compute dtype of reference and expansion.
         engines: that run the artifact as well, on the same windows, or on all of them when ``engine_windows`` is 0.
+        tokenizer: names the tokens at which continuations part; None leaves them as numbers.
     """
 
     windows: Windows
@@ -53,6 +55,7 @@ class Settings:
     gates: Mapping[str, float | None]
     dtype: torch.dtype
     engines: tuple[EngineSpec, ...] = ()
+    tokenizer: Any = field(default=None, compare=False, repr=False)
 
     @property
     def chosen(self) -> list[int]:
@@ -84,7 +87,7 @@ class Measurement:
     """What an artifact lost: decided by its bytes, the reference and the settings, so that it may be kept for later.
 
     Attributes:
-        greedy: continuations identical of how many, and each first divergence.
+        greedy: continuations identical of how many, and each first divergence with what it is (`divergence.to_dict`).
         engine: the engine's name with its figures, or with the reason why it was ``skipped``.
         engines: of each engine that ran the artifact, as `check_engine` gives it.
     """
@@ -143,11 +146,12 @@ def measure(
     scores = compare(checkpoint, reference.hidden, expansion, hidden, ids, settings.dtype)
     continuations = continue_greedily(expansion, settings.prompts, settings.greedy_tokens, settings.dtype)
     diverged = divergences(reference.continuations, continuations)
+    verdicts = classify(diverged, checkpoint, expansion, settings.prompts, reference.continuations, settings.dtype)
     greedy = {
         "identical": len(settings.prompts) - len(diverged),
         "of": len(settings.prompts),
         "tokens": settings.greedy_tokens,
-        "divergences": [asdict(d) for d in diverged],
+        "divergences": [to_dict(*pair, settings.tokenizer) for pair in zip(diverged, verdicts, strict=True)],
     }
     engine = _engine(artifact, expansion, checkpoint, reference, settings, scores, progress)
     engines = []

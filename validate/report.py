@@ -14,6 +14,7 @@ from rich.table import Table
 from export.artifact import Artifact
 from export.ledger import versions
 from models.files import replace_file, to_json
+from validate.divergence import summary
 from validate.engines.compare import worst_gap
 from validate.gates import GateResult, evaluate
 from validate.measure import Measurement, Settings
@@ -165,6 +166,8 @@ def _remarks(target: Mapping[str, Any]) -> list[str]:
         gap = "not finite" if engine["gap"] is None else f"{engine['gap']:.2%}"
         lines.append(f"engine: {engine['name']}, {gap} from the expanded weights' perplexity")
     lines += [_ran(engine) for engine in target.get("engines", ())]
+    if target["greedy"]["divergences"]:
+        lines.append(f"greedy: {summary(target['greedy']['divergences'])}")
     by_reason: dict[str, int] = {}
     for reason in target["kept"].values():
         by_reason[reason] = by_reason.get(reason, 0) + 1

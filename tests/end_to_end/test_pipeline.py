@@ -58,6 +58,10 @@ REFERENCE_KEYS = {
     "text_sha256",
     "bos",
 }
+DIVERGENCE_KEYS = {
+    *("prompt", "step", "reference_token", "token", "margin", "kind", "because", "resolution"),
+    *("margin_fp32", "artifact_margin_fp32", "noise", "reference_text", "text"),
+}
 ENGINE_KEYS = {"name", "perplexity", "perplexity_ratio", "perplexity_ratio_se", "kl", "tokens", "gap"}
 
 
@@ -89,7 +93,8 @@ def test_the_report_has_schema_1_with_every_key(done: tuple[str, Path]) -> None:
         assert target["greedy"].keys() == {"identical", "of", "tokens", "divergences"}
         assert target["greedy"]["of"] == PROMPTS
         for divergence in target["greedy"]["divergences"]:
-            assert divergence.keys() == {"prompt", "step", "reference_token", "token", "margin"}
+            assert divergence.keys() == DIVERGENCE_KEYS
+            assert divergence["kind"] in ("near-tie", "defect") and divergence["text"]
         assert {gate["gate"] for gate in target["gates"]} == GATES.keys()
         assert all(gate.keys() == {"gate", "bound", "measured", "passed"} for gate in target["gates"])
 

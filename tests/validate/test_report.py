@@ -16,6 +16,8 @@ from rich.console import Console
 from calibrate.text import Windows
 from tests.helpers import tokens
 from tests.workshop import Workshop, spec
+from validate.divergence import Verdict, to_dict
+from validate.greedy import Divergence
 from validate.measure import Measurement, Settings
 from validate.report import plain, print_table, target_report, to_report, write_report
 from validate.score import Comparison
@@ -37,7 +39,8 @@ SCORES = Comparison(
     nll=(2.0, 3.0),
 )
 ENGINE = {"name": "an engine", "perplexity": 12.1, "perplexity_ratio": 1.21, "gap": 0.0083}
-GREEDY = {"identical": 1, "of": 2, "tokens": 5, "divergences": [{"prompt": 0}]}
+DIVERGED = to_dict(Divergence(0, 3, 7, 9, 0.5), Verdict("defect", "weights", 0.03, 0.5, 0.25, 0.125), None)
+GREEDY = {"identical": 1, "of": 2, "tokens": 5, "divergences": [DIVERGED]}
 
 
 def settings(**gates: float) -> Settings:
@@ -98,6 +101,15 @@ def test_the_engine_gate_judges_whatever_was_measured(
 ) -> None:
     found = report(workshop, Measurement(SCORES, GREEDY, engine, engines), max_engine_gap=1)
     assert found["targets"][0]["gates"][0]["measured"] == wanted
+
+
+def test_what_became_of_greedy_continuations_is_said(workshop: Workshop) -> None:
+    text = table(report(workshop, Measurement(SCORES, GREEDY, ENGINE)))
+    assert (
+        "greedy: 0 near-ties, 1 defects, the largest: prompt 0, token 3, 'token 7' became 'token 9': defect: " in text
+    )
+    same = {"identical": 2, "of": 2, "tokens": 5, "divergences": []}
+    assert "greedy:" not in table(report(workshop, Measurement(SCORES, same, ENGINE)))
 
 
 def refuse(constant: str) -> None:
