@@ -75,6 +75,7 @@ class Family:
             quantised modules must list the split ones.
         shards: linears that engines load as one; all of such a group are quantised, or none.
         links: what may be rewritten without changing the function; None where nothing is known to be.
+        phone: whether the phone graph of such a model was compared with the model.
         layers, embedding, norm, head: module names.
     """
 
@@ -89,6 +90,7 @@ class Family:
         ("mlp.gate_proj", "mlp.up_proj"),
     )
     links: Links | None = None
+    phone: bool = False
     layers: str = "model.layers"
     embedding: str = "model.embed_tokens"
     norm: str = "model.norm"

@@ -14,4 +14,5 @@ FAMILY = Family(
         "mlp.down_proj",
     ),
     links=PRE_NORM,
+    phone=True,
 )

@@ -19,4 +19,5 @@ FAMILY = Family(
     ),
     fused_on_disk=True,
     links=PRE_NORM,
+    phone=True,
 )

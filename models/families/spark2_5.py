@@ -30,4 +30,5 @@ FAMILY = Family(
         values=("self_attn.v_proj", "self_attn.out_proj"),
         product=("mlp.up_proj", "mlp.down_proj"),
     ),
+    phone=True,
 )

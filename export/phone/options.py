@@ -1,0 +1,41 @@
+"""What a phone target may choose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Activations = Literal["uint16", "uint8"]
+Weights = Literal["int8"]
+Embedding = Literal["float", "int8"]
+Gelu = Literal["exact", "tanh"]
+
+# The first opset with RMSNormalization. Decomposed at 21 and quantised, the norm breaks on Qualcomm's HTP (2 dB).
+OPSET = 23
+
+
+@dataclass(frozen=True)
+class PhoneOptions:
+    """The shape of the graphs, and how they are quantised.
+
+    Attributes:
+        context: positions that a cache of a full layer holds.
+        prefill: tokens of the prefill graph.
+        activations: dtype of activations and of the caches.
+        weights: dtype of the linears' weights.
+        embedding: dtype of the embedding table.
+        gelu: the tanh form is faster on NPUs and is another function: only where its fidelity was measured.
+        parts: 1 for one pair of graphs; else at least 3: the embedding, ``parts - 2`` groups of layers, the head.
+        opset: of the graphs.
+        i_know: names of choices that were measured broken and are wanted all the same.
+    """
+
+    context: int = 1024
+    prefill: int = 128
+    activations: Activations = "uint16"
+    weights: Weights = "int8"
+    embedding: Embedding = "float"
+    gelu: Gelu = "exact"
+    parts: int = 1
+    opset: int = OPSET
+    i_know: tuple[str, ...] = ()
