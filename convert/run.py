@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from calibrate.text import Windows
 from convert.config import Pipeline
 from convert.estimate import check_room, estimate
 from convert.prepare import Prepared, prepare
-from convert.store import Store
+from convert.store import LOCK, Store, locked
 from convert.terminal import Reporter
 from export.artifact import Artifact, is_artifact, write
 from export.ledger import Ledger
@@ -49,8 +50,11 @@ def run(pipeline: Pipeline, only: tuple[str, ...], force: bool, show: Reporter) 
     prepared = prepare(pipeline, only)
     check_room(estimate(prepared), pipeline.output_folder, pipeline.work_folder)
     store = Store(pipeline.work_folder, force)
-    with store.locked():
+    with ExitStack() as held:
+        held.enter_context(store.locked())
         calibration, settings = prepared.texts()
+        taken = "another run is writing into this output folder; wait for it or name another `output:`"
+        held.enter_context(locked(pipeline.output_folder, taken))
         _claim_output(pipeline)
         for line in prepared.reasons.values():
             show.say(line)
@@ -116,7 +120,7 @@ def _check_folders(pipeline: Pipeline) -> None:
 def _check_output(pipeline: Pipeline, force: bool) -> None:
     """Raises BadInput when the output folder holds what another run wrote, unless it may be taken over."""
     folder = pipeline.output_folder
-    if force or not folder.exists() or not any(folder.iterdir()):
+    if force or not folder.exists() or not any(entry.name != LOCK for entry in folder.iterdir()):
         return
     found = _read_identity(folder / RUN_FILE)
     if found != _identity(pipeline):

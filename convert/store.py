@@ -19,9 +19,35 @@ from models.files import replace_file, to_json
 STAGE_VERSIONS = {"calibrate": 2, "reference": 1, "export": 1, "measure": 2}
 
 
+# The file that a run holds in each of its folders.
+LOCK = ".lock"
+
+
 def digest(value: Any) -> str:
     """SHA-256 of a JSON value, whatever the order of its keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+
+
+@contextmanager
+def locked(folder: Path, taken: str) -> Iterator[None]:
+    """Keeps a second run out of a folder for the length of the block; the lock ends with the process, however it ends.
+
+    Args:
+        taken: what to say when another run holds the folder.
+
+    Raises:
+        BadInput: then.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise BadInput(f"{folder}: {taken}") from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 class Store:
@@ -38,23 +64,9 @@ class Store:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keeps a second run out for the length of the block; the lock ends with the process, however it ends.
-
-        Raises:
-            BadInput: when another run holds the folder.
-        """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(self.folder / ".lock")
-        try:
-            lock.acquire(timeout=0)
-        except Timeout as error:
-            raise BadInput(
-                f"{self.folder}: another run is using this work folder; wait for it or set `work:`"
-            ) from error
-        try:
+        """Keeps a second run out of the work folder, see `locked`."""
+        with locked(self.folder, "another run is using this work folder; wait for it or set `work:`"):
             yield
-        finally:
-            lock.release()
 
     def key(self, stage: str, content: Mapping[str, Any]) -> str:
         """What a stage's folder and an artifact's ledger are named by."""

@@ -6,7 +6,8 @@
 The builds are made once, under WORK, by rounding to nearest (speed does not depend on the codes). Every pass runs every
 build in a process of its own, one after another, so that a machine that slows down slows all of them; figures are
 medians over the passes with their range, and the ratio to bf16 is taken within each pass. vLLM runs eagerly, from the
-environment of `make engines`; llama.cpp needs the package llama-cpp-python and a GGUF source.
+environment of `make engines`; llama.cpp needs the package llama-cpp-python. Built for the machine that it is on, 0.3.36
+ended with SIGILL on a virtual one with AMX; with `CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX512=ON ..."` it runs.
 """
 
 from __future__ import annotations
@@ -61,11 +62,8 @@ def in_vllm(folder: str) -> tuple[float, float]:
 
 def in_llama_cpp(file: str) -> tuple[float, float]:
     """(prefill, decode) tokens per second of a GGUF file."""
-    import torch
     from llama_cpp import Llama
 
-    # A build for this machine uses AMX, and like vLLM's does not ask for it: without this, SIGILL.
-    torch.cpu._init_amx()
     llm = Llama(file, n_ctx=1024, n_batch=PREFILL, n_threads=os.cpu_count(), verbose=False)
 
     def run(tokens: list[int], new: int) -> None:
@@ -74,7 +72,10 @@ def in_llama_cpp(file: str) -> tuple[float, float]:
         for _ in range(new - 1):
             llm.eval([tokens[0]])
 
-    return speeds(run)
+    try:
+        return speeds(run)
+    finally:
+        llm.close()
 
 
 def speeds(run: Callable[[list[int], int], None]) -> tuple[float, float]:
@@ -98,6 +99,7 @@ def seconds(action: Callable[[], None]) -> float:
 def prepare(work: Path, source: str) -> str:
     """Makes the builds that are not there yet; returns why llama.cpp is not measured, or an empty string."""
     from ruamel.yaml import YAML
+    from spark_gguf import write_gguf
 
     from models.source import open_source
 
@@ -111,9 +113,13 @@ def prepare(work: Path, source: str) -> str:
     checkpoint = open_source(source, base=Path.cwd(), side_folder=work / "tokenizer")
     if not (work / "bf16").exists():
         save_plain(checkpoint, work / "bf16")
-    file = getattr(checkpoint, "path", None)
+    file: Path | None = getattr(checkpoint, "path", None)
     if file is None or file.suffix != ".gguf":
-        return "no GGUF of this source"
+        file = work / "bf16.gguf"
+        if not file.exists():
+            partial = file.with_suffix(".partial")
+            write_gguf(checkpoint, partial)
+            partial.rename(file)
     return quantize_gguf(file, work / "Q4_K_M.gguf")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
+from convert.store import LOCK
 from export.ledger import Ledger
 from tests.runs import TARGETS, content, convert, invoke, project, settings, times, write_yaml
 
@@ -130,7 +131,7 @@ def test_another_layout_of_the_same_numbers_calibrates_nothing(copy: Copy) -> No
 def test_only_makes_and_reports_the_named_targets(tmp_path: Path) -> None:
     folder = project(tmp_path / "p").parent
     run(folder, "--only", "awq")
-    assert {path.name for path in (folder / "output").iterdir()} == {"awq", "report.json", "run.json"}
+    assert {path.name for path in (folder / "output").iterdir()} == {"awq", "report.json", "run.json", LOCK}
     assert [target["name"] for target in report(folder)["targets"]] == ["awq"]
 
 

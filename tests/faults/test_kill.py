@@ -187,3 +187,17 @@ def test_a_second_run_at_the_same_time_is_refused(fresh: Path, tmp_path: Path, z
         assert said == (f"error: {folder}/work: another run is using this work folder; wait for it or set `work:`\n")
         assert not (folder / "output").exists()
     assert zygote.run(folder) == 0
+
+
+def test_a_second_run_with_another_work_folder_is_kept_out_of_the_output(
+    fresh: Path, tmp_path: Path, zygote: Zygote
+) -> None:
+    from convert.store import LOCK, locked
+
+    folder = shutil.copytree(fresh, tmp_path / "p")
+    with locked(folder / "output", "mine"):
+        assert zygote.run(folder) == 2
+        said: Any = (folder / "log").read_text()
+        assert f"error: {folder}/output: another run is writing into this output folder" in said
+        assert [path.name for path in (folder / "output").iterdir()] == [LOCK]
+    assert zygote.run(folder) == 0
