@@ -102,7 +102,11 @@ def _constant_problems(model: onnx.ModelProto) -> Iterator[str]:
 
 
 def _shape_problems(model: onnx.ModelProto, graph: Graph) -> Iterator[str]:
-    for value in [*model.graph.input, *model.graph.output, *model.graph.value_info]:
+    values = [*model.graph.input, *model.graph.output, *model.graph.value_info]
+    known = {value.name for value in values}
+    for name in (name for node in model.graph.node for name in node.output if name not in known):
+        yield f"{name}: has no shape"
+    for value in values:
         shape = value.type.tensor_type.shape
         if not value.type.tensor_type.HasField("shape"):
             yield f"{value.name}: has no shape"

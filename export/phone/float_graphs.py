@@ -6,10 +6,10 @@ from pathlib import Path
 
 from export.phone.check import graph_problems, manifest_problems, pair_problems
 from export.phone.files import save_part
-from export.phone.graph import WeightReader, export_part
+from export.phone.graph import WeightReader, export_parts
 from export.phone.manifest import FILE, GRAPHS, MASK, Manifest
 from export.phone.options import PhoneOptions
-from export.phone.ports import manifest_of, spans
+from export.phone.ports import manifest_of
 from export.phone.structure import structure_of
 from models.checkpoint import Checkpoint
 from models.files import to_json
@@ -26,12 +26,11 @@ def write_float(checkpoint: Checkpoint, options: PhoneOptions, folder: Path) -> 
     manifest = manifest_of(structure, options, MASK)
     problems = manifest_problems(manifest)
     read = WeightReader(checkpoint)
-    for span, part in zip(spans(len(structure.layers), options.parts), manifest.parts, strict=True):
-        graphs = export_part(checkpoint, structure, span, options)
-        save_part(folder, span, graphs.by_kind, read.of(graphs))
+    for graphs, part in zip(export_parts(checkpoint, structure, options), manifest.parts, strict=True):
+        save_part(folder, graphs.span, graphs.by_kind, read.of(graphs))
         for kind in GRAPHS:
             problems += graph_problems(graphs.by_kind[kind], part.graph(kind), options.opset, graphs.norms)
-        problems += pair_problems(graphs.prefill, graphs.decode, span.name)
+        problems += pair_problems(graphs.prefill, graphs.decode, graphs.span.name)
     if problems:
         raise RuntimeError("\n".join(problems))
     (folder / FILE).write_bytes(to_json(manifest.to_dict()))

@@ -1,34 +1,31 @@
 """Float graphs of a model's parts, exported without weights: only the structure passes through memory.
 
-The weights are read one at a time when the files are written (`export.phone.files`), so that a part of any size costs
-the memory of its largest tensor.
+One export of the embedding, the head and a layer of each kind, for both numbers of tokens, gives the units that all
+parts are put together from. The weights are read one at a time when the files are written (`export.phone.files`), so
+that a part of any size costs the memory of its largest tensor.
 """
 
 from __future__ import annotations
 
-import logging
-import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import onnx
-import onnx_ir as ir
 import torch
-from torch import nn
 
-from export.phone.cleanup import clean
 from export.phone.files import ReadWeight
 from export.phone.manifest import GRAPHS, Port
-from export.phone.modules import ATTENTION, PhoneCache, is_norm, substitute
 from export.phone.options import PhoneOptions
-from export.phone.ports import Span, layer_types, ports
+from export.phone.ports import Span, ports, spans
 from export.phone.structure import Structure
+from export.phone.trace import Traced, trace
+from export.phone.units import Unit
 from models.checkpoint import Checkpoint
 from models.skeleton import reader, skeleton
 
-# The module that holds the model inside the exported one; names in the graphs are without it.
-HOLDER = "source"
+# The oldest that has opset 23.
+IR_VERSION = 11
+PRODUCER = "edge-convert"
 
 
 @dataclass(frozen=True)
@@ -84,116 +81,77 @@ class WeightReader:
         return lambda name: self(graphs.weights[name]).numpy()
 
 
-class _PartModule(nn.Module):
-    """A part of the model as a function of its ports."""
+def export_parts(checkpoint: Checkpoint, structure: Structure, options: PhoneOptions) -> Iterator[PartGraphs]:
+    """Both graphs of every part, one part after the other.
 
-    def __init__(self, model: nn.Module, structure: Structure, span: Span) -> None:
-        super().__init__()
-        setattr(self, HOLDER, model)
-        self.structure, self.span = structure, span
-        self.types = layer_types(structure, span)
-
-    def forward(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
-        family, span = self.structure.family, self.span
-        model = getattr(self, HOLDER)
-        remaining = iter(inputs)
-        hidden = next(remaining)
-        if span.embedding:
-            hidden = model.get_submodule(family.embedding)(hidden)
-        masks, rotary = {}, {}
-        groups = self.structure.dimensions.heads // self.structure.dimensions.kv_heads
-        for type in self.types:
-            mask = next(remaining)
-            # One row of the mask for each query of a group.
-            masks[type] = torch.cat([mask] * groups, dim=2) if groups > 1 else mask
-            rotary[type] = next(remaining), next(remaining)
-        layers = range(span.start, span.stop)
-        cache = PhoneCache({layer: (next(remaining), next(remaining)) for layer in layers})
-        for index in layers:
-            layer = self.structure.layers[index]
-            places = {"mask": masks[layer.type], "rotary": rotary[layer.type], "cache": cache}
-            arguments = layer.arguments | {name: places[place] for name, place in layer.places.items()}
-            output = model.get_submodule(f"{family.layers}.{index}")(hidden, **arguments)
-            hidden = output[0] if isinstance(output, tuple) else output
-        if span.head:
-            hidden = model.get_submodule(family.head)(model.get_submodule(family.norm)(hidden))
-        return [hidden, *(entry for layer in layers for entry in cache.new[layer])]
+    Raises:
+        BadInput: for a number of parts that cannot be.
+    """
+    wanted = spans(len(structure.layers), options.parts)
+    traced = trace(checkpoint, structure, options)
+    for span in wanted:
+        yield _part(traced, structure, span, options)
 
 
 def export_part(checkpoint: Checkpoint, structure: Structure, span: Span, options: PhoneOptions) -> PartGraphs:
-    """Both graphs of one part.
+    """Both graphs of one part."""
+    return _part(trace(checkpoint, structure, options), structure, span, options)
 
-    Raises:
-        RuntimeError: when the two graphs do not hold the same weights: a bug.
-    """
-    model = skeleton(checkpoint, torch.float32, ATTENTION)
-    _keep_only(model, structure, span)
-    norms = sum(is_norm(module) for module in model.modules())
-    transposed = substitute(model, "", options.gelu == "tanh")
-    module = _PartModule(model, structure, span).eval()
-    exported = {}
-    weights: dict[str, dict[str, Weight]] = {}
+
+def _part(traced: Traced, structure: Structure, span: Span, options: PhoneOptions) -> PartGraphs:
+    graphs = {}
+    weights: dict[str, Weight] = {}
     for kind, tokens in zip(GRAPHS, (options.prefill, 1), strict=True):
         inputs, outputs = ports(structure, span, tokens)
-        program = _export(module, inputs, options.opset)
-        clean(program, f"{HOLDER}.", inputs, outputs)
-        weights[kind] = {
-            name: Weight(name, _shape(value), name in transposed)
-            for name, value in program.graph.initializers.items()
-            if value.const_value is None
-        }
-        exported[kind] = _to_proto(program, weights[kind])
-    if weights["prefill"] != weights["decode"]:
-        raise RuntimeError(f"{span}: the two graphs hold different weights")
-    return PartGraphs(span, exported["prefill"], exported["decode"], weights["prefill"], norms)
+        units = _units(traced, structure, span, kind)
+        names = dict.fromkeys(name for unit in units for name in unit.weights)
+        weights = {name: Weight(name, *traced.weight(name)) for name in names}
+        graphs[kind] = _graph(units, list(weights.values()), inputs, outputs, options.opset)
+    return PartGraphs(span, graphs["prefill"], graphs["decode"], weights, traced.norms(span))
 
 
-def _keep_only(model: nn.Module, structure: Structure, span: Span) -> None:
-    """Takes out of the model what the part does not compute."""
-    family = structure.family
-    gone = [f"{family.layers}.{i}" for i in range(len(structure.layers)) if not span.start <= i < span.stop]
-    gone += [] if span.embedding else [family.embedding]
-    gone += [] if span.head else [family.norm, family.head]
-    for name in gone:
-        owner, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, nn.Identity())
+def _units(traced: Traced, structure: Structure, span: Span, kind: str) -> list[Unit]:
+    """The part's units in order, each with the names that it has there."""
+    found = []
+    hidden = "hidden_states"
+    if span.embedding:
+        unit = traced.embedding[kind]
+        found.append(unit)
+        hidden = unit.outputs[0]
+    for layer in range(span.start, span.stop):
+        last = layer == span.stop - 1 and not span.head
+        unit = traced.layer(layer, kind, hidden, "hidden_states_out" if last else None)
+        found.append(unit)
+        hidden = unit.outputs[0]
+    if span.head:
+        found.append(traced.head(kind, hidden))
+    elif not span.stop > span.start:
+        # The embedding alone.
+        found[-1] = found[-1].copy(lambda name: "hidden_states_out" if name == hidden else name)
+    return found
 
 
-@torch.no_grad()
-def _export(module: nn.Module, inputs: tuple[Port, ...], opset: int) -> ir.Model:
-    arguments = tuple(torch.zeros(port.shape, dtype=getattr(torch, port.dtype), device="meta") for port in inputs)
-    with _quiet():
-        program = torch.onnx.export(
-            module, arguments, dynamo=True, opset_version=opset, optimize=False, verbose=False, external_data=False
-        )
-    assert program is not None
-    return program.model
+def _graph(
+    units: list[Unit], weights: list[Weight], inputs: tuple[Port, ...], outputs: tuple[Port, ...], opset: int
+) -> onnx.ModelProto:
+    # What several units begin with (a mask made ready for its layers) is there once.
+    nodes = {node.name: node for unit in units for node in unit.nodes}
+    constants = {tensor.name: tensor for unit in units for tensor in unit.constants}
+    initializers = [*(_external(weight) for weight in weights), *constants.values()]
+    graph = onnx.helper.make_graph(
+        list(nodes.values()), "part", _value_infos(inputs), _value_infos(outputs), initializer=initializers
+    )
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", opset)], ir_version=IR_VERSION)
+    model.producer_name = PRODUCER
+    return onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True)
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """The exporter warns of packages that it would support and of its own deprecated calls."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
+def _value_infos(side: tuple[Port, ...]) -> list[onnx.ValueInfoProto]:
+    types = {"float32": onnx.TensorProto.FLOAT, "int32": onnx.TensorProto.INT32}
+    return [onnx.helper.make_tensor_value_info(port.name, types[port.dtype], port.shape) for port in side]
 
 
-def _shape(value: ir.Value) -> tuple[int, ...]:
-    assert value.shape is not None and value.shape.is_static()
-    return tuple(int(size) for size in value.shape.numpy())
-
-
-def _to_proto(program: ir.Model, weights: dict[str, Weight]) -> onnx.ModelProto:
-    # A value without data is not written as an initialiser: it gets a place in a file that is named later.
-    for name in weights:
-        value = program.graph.initializers[name]
-        value.const_value = ir.ExternalTensor(
-            "", 0, 0, ir.DataType.FLOAT, shape=ir.Shape(weights[name].shape), name=name
-        )
-    return ir.to_proto(program)
+def _external(weight: Weight) -> onnx.TensorProto:
+    tensor = onnx.TensorProto(name=weight.name, data_type=onnx.TensorProto.FLOAT, dims=weight.shape)
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    return tensor
