@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from models.errors import BadInput
 from models.files import environment_problem
+
+NO_BOS = "none: the text is tokenised whole without special tokens and cut into windows"
+BosPolicy = Literal["auto", "never", "always"]
 
 
 @dataclass(frozen=True)
@@ -81,11 +84,15 @@ class Windows:
         ids: int64 [windows, sequence_length].
         available: how many full windows the whole text holds.
         text_sha256: of the text that was tokenised.
+        bos: what stands before each window's text, in words.
+        text_ids: int64 [tokens] of the whole text; empty where nobody needs them.
     """
 
     ids: torch.Tensor
     available: int
     text_sha256: str
+    bos: str = NO_BOS
+    text_ids: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
 
     @property
     def tokens(self) -> int:
@@ -124,11 +131,56 @@ def cut_windows(ids: torch.Tensor, count: int, length: int, what: str) -> torch.
     return ids[: total * length].view(total, length)[chosen]
 
 
-def evaluation_windows(tokenizer: Any, text: str, tokens: int, length: int) -> Windows:
+@dataclass(frozen=True)
+class Leading:
+    """Tokens that stand before every window of evaluation text, and the policy in words."""
+
+    ids: tuple[int, ...] = ()
+    bos: str = NO_BOS
+
+
+def leading_tokens(tokenizer: Any, policy: BosPolicy) -> Leading:
+    """What a window begins with: by ``auto`` what the tokenizer itself puts before a text, if anything.
+
+    Perplexities under different policies do not compare; models that were trained with a first token do badly
+    without it.
+
+    Raises:
+        BadInput: when ``always`` is asked of a tokenizer that has no such token.
+    """
+    if policy == "never":
+        return Leading()
+    found = _leading(tokenizer)
+    if policy == "always" and not found:
+        if tokenizer.bos_token_id is None:
+            raise BadInput("validation: bos: always: the tokenizer has no token for the beginning of a text")
+        found = (tokenizer.bos_token_id,)
+    if not found:
+        return Leading(bos=f"{NO_BOS} (this tokenizer adds no token before a text)")
+    names = "".join(map(str, tokenizer.convert_ids_to_tokens(list(found))))
+    return Leading(found, f"{names} before every window; the text itself is tokenised whole without special tokens")
+
+
+def _leading(tokenizer: Any) -> tuple[int, ...]:
+    plain, whole = (tokenizer("a", add_special_tokens=add)["input_ids"] for add in (False, True))
+    places = [i for i in range(len(whole)) if plain and whole[i : i + len(plain)] == plain]
+    return tuple(whole[: places[0]]) if places else ()
+
+
+def with_leading(leading: Leading, ids: torch.Tensor, count: int, length: int, what: str) -> torch.Tensor:
+    """`cut_windows` of the text, each of ``length`` tokens with the leading ones; int64 [count, length]."""
+    first = torch.tensor(leading.ids, dtype=torch.int64)
+    if length - len(first) < 1:
+        raise BadInput(f"{what}: expected windows longer than the {len(first)} tokens before each, found {length}")
+    return torch.cat([first.expand(count, -1), cut_windows(ids, count, length - len(first), what)], dim=1)
+
+
+def evaluation_windows(tokenizer: Any, text: str, tokens: int, length: int, leading: Leading = Leading()) -> Windows:
     """Evenly spread windows that hold ``tokens`` tokens (rounded down to whole windows, at least one)."""
     ids = tokenise(tokenizer, text)
-    windows = cut_windows(ids, max(1, tokens // length), length, "validation text")
-    return Windows(windows, len(ids) // length, hashlib.sha256(text.encode()).hexdigest())
+    windows = with_leading(leading, ids, max(1, tokens // length), length, "validation text")
+    available = len(ids) // (length - len(leading.ids))
+    return Windows(windows, available, hashlib.sha256(text.encode()).hexdigest(), leading.bos)
 
 
 def calibration_windows(tokenizer: Any, text: str, samples: int, length: int, seed: int) -> Windows:
@@ -136,7 +188,7 @@ def calibration_windows(tokenizer: Any, text: str, samples: int, length: int, se
     ids = tokenise(tokenizer, text)
     every = cut_windows(ids, max(samples, len(ids) // length), length, "calibration text")
     chosen = torch.randperm(len(every), generator=torch.Generator().manual_seed(seed))[:samples].sort().values
-    return Windows(every[chosen], len(every), hashlib.sha256(text.encode()).hexdigest())
+    return Windows(every[chosen], len(every), hashlib.sha256(text.encode()).hexdigest(), text_ids=ids)
 
 
 def check_vocabulary(tokenizer: Any, ids: torch.Tensor, vocabulary: int, name: str) -> None:

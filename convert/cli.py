@@ -4,57 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-import sys
-import traceback
-from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, cast
 
 import click
+from click.core import ParameterSource
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from convert.cli_history import history, nightly
+from convert.cli_shared import PATH, console, load_pipeline, reports_errors, show_report
 
 # Before torch is imported. On a machine that does other work too, OpenMP threads that spin at a barrier take the
 # very cores that they wait for (measured on two busy cores: the search 12 to 36 times slower).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-Command = TypeVar("Command", bound=Callable[..., Any])
-PATH = click.Path(path_type=Path)
-# As shells count a Ctrl-C, and as BSD's sysexits.h numbers an internal error.
-INTERRUPTED, BUG = 130, 70
 # The names of validate.engines, without its imports; a test compares them.
 ENGINES = ("vllm", "gptqmodel", "transformers", "onnxruntime", "qnn")
-
-
-def reports_errors(command: Command) -> Command:
-    """Turns the errors meant for users into a message and an exit code; anything else is a bug and shows its trace."""
-
-    @wraps(command)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return command(*args, **kwargs)
-        except (click.ClickException, click.Abort, click.exceptions.Exit):
-            raise
-        except KeyboardInterrupt:
-            click.echo("interrupted", err=True)
-            sys.exit(INTERRUPTED)
-        except Exception as error:
-            from models.errors import ConvertError
-            from models.files import environment_problem
-
-            known = error if isinstance(error, ConvertError) else environment_problem(error)
-            if known is None:
-                # Not Python's own exit code 1, which says that a gate failed.
-                traceback.print_exc()
-                click.echo("error: this is a bug in edge-convert; please report the lines above", err=True)
-                sys.exit(BUG)
-            for problem in known.problems:
-                click.echo(f"error: {problem}", err=True)
-            sys.exit(known.exit_code)
-
-    return cast(Command, wrapper)
 
 
 def _shard_bytes(context: click.Context, parameter: click.Parameter, value: str) -> int:
@@ -89,8 +53,9 @@ def main() -> None:
 @click.option("--only", multiple=True, metavar="TARGET", help="Only this target; may be given several times.")
 @click.option("--force", is_flag=True, help="Do every stage again, and take over an output folder of another run.")
 @click.option("--work", type=PATH, help="The work folder, instead of the file's.")
+@click.option("--json", "as_json", is_flag=True, help="For machines: the report instead of the table.")
 @reports_errors
-def run(pipeline: Path, only: tuple[str, ...], force: bool, work: Path | None) -> None:
+def run(pipeline: Path, only: tuple[str, ...], force: bool, work: Path | None, as_json: bool) -> None:
     """Runs a pipeline: open, split, calibrate, export, validate.
 
     A run that was killed continues where it stopped when the same command is given again.
@@ -99,18 +64,13 @@ def run(pipeline: Path, only: tuple[str, ...], force: bool, work: Path | None) -
     Example:
       convert run pipeline.yaml --only gptq
     """
-    from convert.run import raise_failed_gates
     from convert.run import run as run_pipeline
     from convert.terminal import reporter
-    from validate.report import print_table
 
-    loaded = _load(pipeline, work)
-    with reporter(_console(stderr=True)) as show:
+    loaded = load_pipeline(pipeline, work)
+    with reporter(console(stderr=True)) as show:
         report = run_pipeline(loaded, only, force, show)
-    if report:
-        print_table(report, _console())
-        click.echo(f"report: {loaded.output_folder / 'report.json'}")
-    raise_failed_gates(report)
+    show_report(report, as_json, loaded.output_folder)
 
 
 @main.command()
@@ -128,12 +88,12 @@ def plan(pipeline: Path, as_json: bool) -> None:
     from convert.inspect import plan_to_dict, print_plan
     from convert.prepare import prepare
 
-    prepared = prepare(_load(pipeline, None))
+    prepared = prepare(load_pipeline(pipeline, None))
     needs = estimate(prepared)
     if as_json:
         click.echo(json.dumps(plan_to_dict(prepared, needs), indent=2))
     else:
-        print_plan(prepared, needs, _console())
+        print_plan(prepared, needs, console())
 
 
 @main.command()
@@ -154,7 +114,7 @@ def inspect(path: str, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(found, indent=2))
     else:
-        print_inspection(found, _console())
+        print_inspection(found, console())
 
 
 @main.command()
@@ -181,52 +141,81 @@ def expand(artifact: Path, out: Path, shard_size: int) -> None:
     click.echo(f"{out}: {len(expansion.tensors)} tensors")
 
 
+# What a pipeline says itself.
+ARTIFACT_ONLY = ("reference", "text", "tokens", "sequence_length", "engine", "engine_python", "pipeline", "report")
+
+
 @main.command()
-@click.argument("artifact", type=PATH)
-@click.option("--reference", required=True, metavar="SOURCE", help="Folder, hub id, .gguf file or package:NAME.")
+@click.argument("path", type=PATH)
+@click.option("--reference", metavar="SOURCE", help="Folder, hub id, .gguf file or package:NAME.")
 @click.option("--text", type=PATH, help="A text file, instead of the text that the artifact was validated on.")
 @click.option("--tokens", type=click.IntRange(min=2), help="Tokens to score.")
 @click.option("--sequence-length", type=click.IntRange(min=2), help="Tokens per window.")
 @click.option("--engine", multiple=True, type=click.Choice(ENGINES), help="Runs it too; may be given several times.")
 @click.option("--engine-python", type=PATH, help="The interpreter of that engine's environment.")
 @click.option("--pipeline", type=PATH, help="A pipeline.yaml whose `engines:` say where they are.")
-@click.option("--json", "as_json", is_flag=True, help="For machines.")
+@click.option("--report", type=PATH, metavar="FOLDER", help="Writes report.json, report.html and junit.xml there.")
+@click.option("--only", multiple=True, metavar="TARGET", help="Of a pipeline, only this target; may be repeated.")
+@click.option("--work", type=PATH, help="Of a pipeline, the work folder, instead of the file's.")
+@click.option("--json", "as_json", is_flag=True, help="For machines: the report instead of the table.")
+@click.pass_context
 @reports_errors
 def validate(
-    artifact: Path,
-    reference: str,
-    text: Path | None,
-    tokens: int | None,
-    sequence_length: int | None,
-    engine: tuple[str, ...],
-    engine_python: Path | None,
-    pipeline: Path | None,
-    as_json: bool,
+    context: click.Context, path: Path, only: tuple[str, ...], work: Path | None, as_json: bool, **options: Any
 ) -> None:
-    """Measures an artifact from its bytes against the model that it was made from.
+    """Measures an artifact, or every artifact of a pipeline, from its bytes against the model it was made from.
+
+    Of a pipeline, artifacts whose bytes are not those that were written are refused, the gates judge, and the output
+    folder gets report.json, report.html and junit.xml.
 
     An engine is looked for where --engine-python or the pipeline says, else in .venv-engines below the current
     folder, which `make engines` builds.
 
     \b
     Examples:
+      convert validate pipeline.yaml
       convert validate output/gptq --reference examples/spark-tiny --text examples/text/evaluation.txt
       convert validate output/gptq --reference examples/spark-tiny --engine vllm
     """
-    if engine_python is not None and len(engine) != 1:
-        raise click.UsageError("--engine-python: needs exactly one --engine")
     from convert.terminal import reporter
-    from convert.validate import validate_artifact
-    from validate.report import print_table
 
-    with reporter(_console(stderr=True)) as show:
+    given = {name for name in context.params if context.get_parameter_source(name) != ParameterSource.DEFAULT}
+    if path.is_file() or path.suffix in (".yaml", ".yml"):
+        _refuse(given & set(ARTIFACT_ONLY), "only for an artifact; the pipeline says it itself")
+        from convert.validate import validate_pipeline
+
+        loaded = load_pipeline(path, work)
+        with reporter(console(stderr=True)) as show:
+            report = validate_pipeline(loaded, only, show)
+        show_report(report, as_json, loaded.output_folder)
+        return
+    _refuse(given & {"only", "work"}, "only for a pipeline")
+    if options["reference"] is None:
+        raise click.UsageError("--reference: an artifact needs the model that it was made from")
+    if options["engine_python"] is not None and len(options["engine"]) != 1:
+        raise click.UsageError("--engine-python: needs exactly one --engine")
+    from convert.validate import validate_artifact
+
+    with reporter(console(stderr=True)) as show:
         report = validate_artifact(
-            artifact, reference, text, tokens, sequence_length, show, engine, engine_python, pipeline
+            path,
+            options["reference"],
+            options["text"],
+            options["tokens"],
+            options["sequence_length"],
+            show,
+            options["engine"],
+            options["engine_python"],
+            options["pipeline"],
+            options["report"],
         )
-    if as_json:
-        click.echo(json.dumps(report, indent=2))
-    else:
-        print_table(report, _console())
+    show_report(report, as_json, options["report"])
+
+
+def _refuse(options: set[str], why: str) -> None:
+    if options:
+        names = ", ".join("--" + name.replace("_", "-") for name in sorted(options))
+        raise click.UsageError(f"{names}: {why}")
 
 
 @main.command()
@@ -255,16 +244,5 @@ def probe(as_json: bool, priority: str) -> None:
         click.echo("not verified: this project has not run that format on such a device")
 
 
-def _load(pipeline: Path, work: Path | None) -> Any:
-    from convert.config import load
-
-    loaded = load(pipeline)
-    return loaded.with_work(work) if work is not None else loaded
-
-
-def _console(stderr: bool = False) -> Console:
-    from rich.console import Console
-
-    console = Console(stderr=stderr)
-    # A pipe has no width: a table must not be folded at 80 columns there.
-    return console if console.is_terminal else Console(stderr=stderr, width=200)
+main.add_command(nightly)
+main.add_command(history)

@@ -14,15 +14,16 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PrivateAttr, ValidationInfo, field_validator
 
 from convert.engines import Engines
+from convert.sections import FILE_BUILDERS, Calibration, Dataset, Validation, dataset_arguments
 from convert.target import Target
 from convert.yaml_lines import (
     Problem,
     Section,
     Text,
     broken_rule,
-    broken_rules,
     expected,
     folder_of,
+    is_names,
     is_path,
     list_of_one,
     read,
@@ -30,34 +31,18 @@ from convert.yaml_lines import (
 )
 from models.errors import BadInput
 
-# Builders that `datasets` ships: their data files are files of this machine, so a missing one is found before any work.
-_FILE_BUILDERS = ("text", "json", "csv", "parquet", "arrow")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _PACKAGE = re.compile(r"package:[A-Za-z][\w.-]*(/.+\.gguf)?")
 _SIZE = re.compile(r"([1-9][0-9]*)\s*(KB|MB|GB)")
 _SIZE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
-def _is_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) and name for name in value)
-
-
 def _allowed_names(value: Any) -> Any:
-    if value is not False and not _is_names(value):
+    if value is not False and not is_names(value):
         raise expected("false, or the list of what is allowed by name")
     return value
 
 
-def _file_names(value: Any) -> Any:
-    if not (value is None or (isinstance(value, str) and value) or (_is_names(value) and value)):
-        raise expected("a file name or a list of file names")
-    return value
-
-
-Count = Annotated[int, Field(ge=1)]
-# Windows of one token predict nothing.
-WindowLength = Annotated[int, Field(ge=2)]
-NotNegative = Annotated[float, Field(ge=0)]
 AllowedNames = Annotated[Literal[False] | list[str], BeforeValidator(_allowed_names)]
 
 
@@ -102,134 +87,6 @@ class Model(Section):
         if revision is not None and source and local:
             raise broken_rule("only a hub id has revisions; this source is on this machine")
         return revision
-
-
-class Dataset(Section):
-    """Text, as `datasets.load_dataset` opens it.
-
-    Attributes:
-        path: a builder (`text`, `json`, ...), a folder or a hub id.
-        name: configuration of the data set.
-        data_files: files or glob patterns.
-        split: as in `datasets`, slices included (`train[:1000]`).
-        column: the column with the text.
-    """
-
-    path: Text
-    name: Text | None = None
-    data_files: Annotated[str | list[str] | None, BeforeValidator(_file_names)] = None
-    split: Text = "train"
-    column: Text = "text"
-
-    @field_validator("path")
-    @classmethod
-    def _folder_exists(cls, path: str, info: ValidationInfo) -> str:
-        local = path not in _FILE_BUILDERS and is_path(path, folder_of(info))
-        if local and not resolve_path(path, folder_of(info)).exists():
-            raise broken_rule(f"no such file or folder: {resolve_path(path, folder_of(info))}")
-        return path
-
-    @field_validator("data_files")
-    @classmethod
-    def _files_exist(cls, files: str | list[str] | None, info: ValidationInfo) -> str | list[str] | None:
-        if info.data.get("path") in _FILE_BUILDERS:
-            for file in list_of_one(files) or []:
-                special = "://" in file or any(character in file for character in "*?[")
-                if not special and not resolve_path(file, folder_of(info)).is_file():
-                    raise broken_rule(f"no such file: {resolve_path(file, folder_of(info))}")
-        return files
-
-
-class Calibration(Section):
-    """The text that methods see: `samples` windows of `sequence_length` tokens, drawn with `seed`."""
-
-    dataset: Dataset
-    samples: Count = 64
-    sequence_length: WindowLength = 512
-    seed: Annotated[int, Field(ge=0)] = 0
-
-
-class Greedy(Section):
-    """Greedy continuations: `prompts` prompts of `prompt_tokens` tokens, each continued by `tokens` tokens."""
-
-    prompts: Count = 16
-    prompt_tokens: Count = 32
-    tokens: Count = 32
-
-
-class Gates(Section):
-    """What an artifact must hold to pass; a gate that is not given passes.
-
-    Attributes:
-        max_perplexity_increase: of the ratio to the reference, minus one (0.05 is five percent).
-        max_kl: mean KL divergence from the reference, in nats.
-        min_top1: share of positions with the reference's most likely token, 0 to 1.
-        min_greedy_identical: number of greedy continuations identical to the reference's.
-        max_engine_gap: relative difference of the engine's perplexity from that of the expanded weights.
-        min_snr_db: signal-to-noise ratio of the logits.
-        max_bits_per_weight: over the quantised linears.
-    """
-
-    max_perplexity_increase: NotNegative | None = None
-    max_kl: NotNegative | None = None
-    min_top1: Annotated[float, Field(ge=0, le=1)] | None = None
-    min_greedy_identical: Annotated[int, Field(ge=0)] | None = None
-    max_engine_gap: NotNegative | None = None
-    min_snr_db: float | None = None
-    max_bits_per_weight: Annotated[float, Field(gt=0)] | None = None
-
-
-class Validation(Section):
-    """How artifacts are compared with the reference.
-
-    Attributes:
-        sequence_length: tokens per window; windows do not overlap.
-        tokens: how many are scored.
-        engine: whether the engine's own arithmetic is scored too.
-        engine_tokens: how many the engine scores; as many as `tokens` unless given.
-        engines: that run every artifact that they load, beside the arithmetic.
-    """
-
-    dataset: Dataset
-    sequence_length: WindowLength = 512
-    tokens: Annotated[int, Field(validate_default=True)] = 40960
-    greedy: Greedy = Greedy()
-    engine: bool = True
-    engine_tokens: int = Field(default_factory=lambda data: data["tokens"])
-    engines: list[Literal["vllm", "gptqmodel", "transformers"]] = []
-    gates: Gates = Gates()
-
-    @field_validator("tokens", "engine_tokens")
-    @classmethod
-    def _at_least_a_window(cls, tokens: int, info: ValidationInfo) -> int:
-        window = info.data.get("sequence_length", 2)
-        if tokens < window:
-            raise broken_rule(f"expected at least one window (sequence_length {window}), found {tokens}")
-        if tokens > info.data.get("tokens", tokens):
-            raise broken_rule(f"expected at most tokens ({info.data['tokens']}), found {tokens}")
-        return tokens
-
-    @field_validator("engine_tokens")
-    @classmethod
-    def _engine_runs(cls, tokens: int, info: ValidationInfo) -> int:
-        if info.data.get("engine") is False:
-            raise broken_rule("`engine: false` would ignore this key")
-        return tokens
-
-    @field_validator("gates")
-    @classmethod
-    def _gates_can_hold(cls, gates: Gates, info: ValidationInfo) -> Gates:
-        reasons = {}
-        greedy: Greedy | None = info.data.get("greedy")
-        if greedy and (gates.min_greedy_identical or 0) > greedy.prompts:
-            reasons["min_greedy_identical"] = (
-                f"expected at most greedy.prompts ({greedy.prompts}), found {gates.min_greedy_identical}"
-            )
-        if gates.max_engine_gap is not None and info.data.get("engine") is False and not info.data.get("engines"):
-            reasons["max_engine_gap"] = "this gate needs `engine: true` or engines"
-        if reasons:
-            raise broken_rules(reasons)
-        return gates
 
 
 class Output(Section):
@@ -297,6 +154,12 @@ class Pipeline(Section):
         """Absolute folder of the intermediate results."""
         return resolve_path(self.work, self.folder)
 
+    @property
+    def history_file(self) -> Path:
+        """Absolute path of the history."""
+        given = self.validation.history if self.validation else None
+        return resolve_path(given, self.folder) if given else self.output_folder / "history.sqlite"
+
     def with_work(self, folder: Path) -> Pipeline:
         """This pipeline with another work folder, relative to the current folder."""
         other = self.model_copy(update={"work": str(folder.absolute())})
@@ -335,7 +198,7 @@ class Pipeline(Section):
             return os.path.relpath(resolve_path(raw, self.folder), folder)
 
         values: dict[str, Any] = dataset.model_dump(mode="json")
-        if dataset.path in _FILE_BUILDERS:
+        if dataset.path in FILE_BUILDERS:
             files = list_of_one(dataset.data_files) or []
             values["data_files"] = [file if "://" in file else moved(file) for file in files] or None
         elif is_path(dataset.path, self.folder):
@@ -343,27 +206,6 @@ class Pipeline(Section):
             name = moved(dataset.path)
             values["path"] = name if name.startswith(".") else f"./{name}"
         return values
-
-
-def dataset_arguments(dataset: Dataset, folder: Path) -> dict[str, Any]:
-    """Keyword arguments for `datasets.load_dataset`, with absolute paths for what is on this machine.
-
-    Args:
-        folder: where the data set's relative paths start.
-    """
-    arguments: dict[str, Any] = {"path": dataset.path, "split": dataset.split}
-    if is_path(dataset.path, folder) and dataset.path not in _FILE_BUILDERS:
-        arguments["path"] = str(resolve_path(dataset.path, folder))
-    if dataset.name is not None:
-        arguments["name"] = dataset.name
-    if dataset.data_files is not None:
-        # Patterns of local files need the folder as well; a hub data set's files are relative to the data set.
-        local = dataset.path in _FILE_BUILDERS
-        arguments["data_files"] = [
-            str(resolve_path(file, folder)) if local and "://" not in file else file
-            for file in list_of_one(dataset.data_files)
-        ]
-    return arguments
 
 
 def load(path: Path) -> Pipeline:

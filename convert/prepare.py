@@ -9,15 +9,17 @@ from typing import Any
 
 import torch
 
+from calibrate.overlap import overlap
 from calibrate.text import (
     Text,
     Windows,
     calibration_windows,
     check_vocabulary,
-    cut_windows,
     evaluation_windows,
+    leading_tokens,
     load_text,
     tokenise,
+    with_leading,
 )
 from convert.config import Dataset, Pipeline, Validation, dataset_arguments
 from convert.device import probe, read_device, recommend
@@ -31,6 +33,19 @@ from models.source import open_source
 from models.tokenizer import load_tokenizer
 from validate.engines.check import EngineSpec
 from validate.measure import Settings
+
+# A smaller share is a quotation that both texts have.
+OVERLAP = 0.01
+
+
+@dataclass(frozen=True)
+class Texts:
+    """What the texts of a pipeline came to: ``calibration`` and ``settings`` as `Prepared` gives them, and ``warnings``
+    about the two together."""
+
+    calibration: Windows | None
+    settings: Settings | None
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -63,8 +78,13 @@ class Prepared:
     def _text(self, dataset: Dataset) -> str:
         return read_text(dataset, self.pipeline.folder, self.pipeline.work_folder / "datasets")
 
-    def texts(self) -> tuple[Windows | None, Settings | None]:
-        """Both of the below; raises BadInput with the problems of both texts together."""
+    def texts(self) -> Texts:
+        """Both texts.
+
+        Raises:
+            BadInput: with the problems of both together, and, where validation is strict, when one is part of the
+                other.
+        """
         results: list[Any] = []
         problems: list[str] = []
         for cut in (self.calibration, self.settings):
@@ -76,7 +96,10 @@ class Prepared:
             # A missing tokenizer, say, is a problem of both.
             raise BadInput(dict.fromkeys(problems))
         calibration, settings = results
-        return calibration, settings
+        warnings = _overlap_warnings(calibration, settings)
+        if warnings and self.pipeline.validation and self.pipeline.validation.strict:
+            raise BadInput(f"{warning} (validation: strict: true)" for warning in warnings)
+        return Texts(calibration, settings, warnings)
 
     def calibration(self) -> Windows | None:
         """The calibration windows, when there is a text and a method gains from it."""
@@ -95,6 +118,18 @@ class Prepared:
             return None
         text = self._text(config.dataset)
         return validation_settings(config, text, self.tokenizer, self.model, self.dtype, self.engines)
+
+
+def _overlap_warnings(calibration: Windows | None, settings: Settings | None) -> tuple[str, ...]:
+    if calibration is None or settings is None:
+        return ()
+    share = overlap(settings.windows.ids, calibration.text_ids)
+    if share < OVERLAP:
+        return ()
+    return (
+        f"{share:.0%} of the validation text stands in the calibration text: what the artifacts lose on text that they"
+        " were not calibrated on is more than is measured here",
+    )
 
 
 def read_text(dataset: Dataset, folder: Path, cache: Path) -> str:
@@ -124,8 +159,10 @@ def validation_settings(
         BadInput: when the text is too short, or the tokenizer does not match the model.
     """
     greedy = config.greedy
-    windows = evaluation_windows(tokenizer, text, config.tokens, config.sequence_length)
-    prompts = cut_windows(tokenise(tokenizer, text), greedy.prompts, greedy.prompt_tokens, "greedy prompts")
+    leading = leading_tokens(tokenizer, config.bos)
+    windows = evaluation_windows(tokenizer, text, config.tokens, config.sequence_length, leading)
+    ids = tokenise(tokenizer, text)
+    prompts = with_leading(leading, ids, greedy.prompts, greedy.prompt_tokens, "greedy prompts")
     for ids in (windows.ids, prompts):
         check_vocabulary(tokenizer, ids, model.vocabulary, model.checkpoint.name)
     return Settings(

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,27 +15,26 @@ from calibrate.results import Results
 from calibrate.text import Windows
 from convert.config import Pipeline
 from convert.estimate import check_room, estimate
+from convert.judge import Job, check_named_run, judge, read_past, subject_of
 from convert.prepare import Prepared, prepare
 from convert.store import LOCK, Store, locked
 from convert.terminal import Reporter
 from export.artifact import Artifact, is_artifact, write
 from export.ledger import Ledger
 from export.plan import TargetPlan
-from models.errors import BadInput, GateFailed
+from models.errors import BadInput
 from models.files import recover_folder, replace_file, to_json
-from validate.gates import GateResult
-from validate.measure import Measurement, Reference, Settings, measure, measure_reference
-from validate.report import to_report, write_report
 
 RUN_FILE = "run.json"
 
 
-def run(pipeline: Pipeline, only: tuple[str, ...], force: bool, show: Reporter) -> dict[str, Any]:
-    """Runs a pipeline and writes its artifacts and ``report.json``.
+def run(pipeline: Pipeline, only: tuple[str, ...], force: bool, show: Reporter, again: bool = False) -> dict[str, Any]:
+    """Runs a pipeline and writes its artifacts, the files of its report, and its entries in the history.
 
     Args:
         only: names of targets; empty for all.
         force: do every stage again, and take over an output folder of another run.
+        again: measure artifacts from their bytes also where they were measured before.
 
     Returns:
         The report.
@@ -47,58 +45,34 @@ def run(pipeline: Pipeline, only: tuple[str, ...], force: bool, show: Reporter) 
     began = time.monotonic()
     _check_folders(pipeline)
     _check_output(pipeline, force)
+    past = read_past(pipeline)
     prepared = prepare(pipeline, only)
     check_room(estimate(prepared), pipeline.output_folder, pipeline.work_folder)
     store = Store(pipeline.work_folder, force)
     with ExitStack() as held:
         held.enter_context(store.locked())
-        calibration, settings = prepared.texts()
+        texts = prepared.texts()
+        source = source_of(prepared)
+        if texts.settings is not None:
+            check_named_run(past, subject_of(source, texts.settings))
         taken = "another run is writing into this output folder; wait for it or name another `output:`"
         held.enter_context(locked(pipeline.output_folder, taken))
         _claim_output(pipeline)
-        for line in prepared.reasons.values():
+        for line in (*prepared.reasons.values(), *texts.warnings):
             show.say(line)
-        job = _Job(prepared, _source(prepared), store, force, show)
-        artifacts = [_build(job, plan, calibration) for plan in prepared.plans]
-        if settings is None:
+        job = Job(prepared, source, store, force, show)
+        artifacts = [_build(job, plan, texts.calibration) for plan in prepared.plans]
+        if texts.settings is None:
             show.say("no validation section: nothing was measured")
             return {}
-        measured = _measure_all(job, artifacts, settings)
-        report = to_report(prepared.model.checkpoint.name, settings, measured, time.monotonic() - began)
-        for (artifact, _), entry in zip(measured, report["targets"], strict=True):
-            _record(artifact, entry, pipeline)
-        write_report(pipeline.output_folder / "report.json", report)
-        return report
+        return judge(job, artifacts, texts.settings, past, began, texts.warnings, again)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Job:
-    """What every stage of a run shares; ``source`` is the ledger's entry."""
-
-    prepared: Prepared
-    source: dict[str, Any]
-    store: Store
-    force: bool
-    show: Reporter
-
-
-def _source(prepared: Prepared) -> dict[str, Any]:
+def source_of(prepared: Prepared) -> dict[str, Any]:
     model, checkpoint = prepared.pipeline.model, prepared.model.checkpoint
     # The folder above an absolute path is this machine's business.
     name = Path(model.source).name if Path(model.source).expanduser().is_absolute() else model.source
     return {"name": name, "revision": model.revision, "files": checkpoint.hashes()}
-
-
-def raise_failed_gates(report: Mapping[str, Any]) -> None:
-    """Raises GateFailed naming every gate that did not hold."""
-    failed = [
-        f"target {target['name']}: {GateResult(**gate).text}"
-        for target in report.get("targets", ())
-        for gate in target["gates"]
-        if not gate["passed"]
-    ]
-    if failed:
-        raise GateFailed(failed)
 
 
 def _identity(pipeline: Pipeline) -> dict[str, str]:
@@ -150,22 +124,12 @@ def _replace_changed(file: Path, content: bytes) -> None:
         replace_file(file, content)
 
 
-def _build(job: _Job, plan: TargetPlan, calibration: Windows | None) -> Artifact:
+def _build(job: Job, plan: TargetPlan, calibration: Windows | None) -> Artifact:
     """Calibrates and writes one target, or takes the artifact that is already there; checks its bytes either way."""
     prepared, pipeline, store, show = job.prepared, job.prepared.pipeline, job.store, job.show
-    windows = calibration if plan.recipe.uses_text else None
-    content = {
-        "source": job.source["files"],
-        "recipe": repr(plan.recipe),
-        "windows": None if windows is None else windows.digest(),
-    }
-    export = {
-        "calibrate": store.key("calibrate", content),
-        "options": dataclasses.asdict(plan.options),
-        "fused": plan.spec.fused,
-        "shard_bytes": pipeline.output.shard_bytes,
-    }
-    name, key = plan.spec.name, store.key("export", export)
+    windows = windows_for(plan, calibration)
+    content = calibration_key(job, plan, windows)
+    name, key = plan.spec.name, export_key(job, plan, calibration)
     folder = pipeline.output_folder / name
     recover_folder(folder)
     present = None if job.force else _up_to_date(folder, key, show)
@@ -200,6 +164,31 @@ def _build(job: _Job, plan: TargetPlan, calibration: Windows | None) -> Artifact
     return artifact
 
 
+def windows_for(plan: TargetPlan, calibration: Windows | None) -> Windows | None:
+    """The calibration text, for a target whose method looks at it."""
+    return calibration if plan.recipe.uses_text else None
+
+
+def calibration_key(job: Job, plan: TargetPlan, windows: Windows | None) -> dict[str, Any]:
+    """What decides a target's quantised layers."""
+    return {
+        "source": job.source["files"],
+        "recipe": repr(plan.recipe),
+        "windows": None if windows is None else windows.digest(),
+    }
+
+
+def export_key(job: Job, plan: TargetPlan, calibration: Windows | None) -> str:
+    """What decides an artifact's bytes, hashed; its ledger holds it."""
+    content = {
+        "calibrate": job.store.key("calibrate", calibration_key(job, plan, windows_for(plan, calibration))),
+        "options": dataclasses.asdict(plan.options),
+        "fused": plan.spec.fused,
+        "shard_bytes": job.prepared.pipeline.output.shard_bytes,
+    }
+    return job.store.key("export", content)
+
+
 def _up_to_date(folder: Path, key: str, show: Reporter) -> Artifact | None:
     """The artifact that is already there, when it is what this run would write, and whole."""
     if not is_artifact(folder):
@@ -231,36 +220,3 @@ def _calibration_record(pipeline: Pipeline, folder: Path, windows: Windows | Non
         return None
     record = config.model_dump(mode="json") | {"dataset": pipeline.portable(config.dataset, folder)}
     return record | {"text_sha256": windows.text_sha256, "windows_sha256": windows.digest()}
-
-
-def _measure_all(job: _Job, artifacts: list[Artifact], settings: Settings) -> list[tuple[Artifact, Measurement]]:
-    """Measures every artifact, or takes the measurement of the same bytes from an earlier run."""
-    checkpoint, store, show = job.prepared.model.checkpoint, job.store, job.show
-    reference_key = {"source": job.source["files"], **settings.key()}
-    cache = store.stage("reference", reference_key)
-    reference: Reference | None = None
-    measured = []
-    for artifact in artifacts:
-        content = {"reference": reference_key, "artifact": artifact.ledger.files, "engine": settings.engine_windows}
-        content["engines"] = [spec.key() for spec in settings.engines]
-        file = store.stage("measure", content) / "measurement.json"
-        if not file.is_file():
-            reference = reference or measure_reference(checkpoint, settings, cache, show)
-            found = measure(artifact, checkpoint, reference, settings, show)
-            replace_file(file, to_json(found.to_dict()))
-        # Read back in either case: a first run and a second one report the same.
-        measured.append((artifact, Measurement.from_dict(json.loads(file.read_text(encoding="utf-8")))))
-    return measured
-
-
-def _record(artifact: Artifact, entry: dict[str, Any], pipeline: Pipeline) -> None:
-    """Puts a target's entry of the report into its ledger, with the text that it was measured on."""
-    config = pipeline.validation
-    assert config is not None
-    settings = config.model_dump(mode="json", exclude={"gates"})
-    # Relative to the artifact, so that `convert validate` finds the text while both lie where they lie.
-    settings["dataset"] = pipeline.portable(config.dataset, artifact.folder)
-    validation = {"settings": settings, "report": entry}
-    if artifact.ledger.validation != validation:
-        artifact.ledger.validation = validation
-        artifact.ledger.write(artifact.folder)

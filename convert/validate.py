@@ -1,28 +1,34 @@
-"""``convert validate``: one artifact against a source, without a pipeline."""
+"""``convert validate``: one artifact against a source, or every artifact of a pipeline."""
 
 from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from convert.config import Validation, load
+from convert.config import Pipeline, load
 from convert.engines import find_engines
-from convert.prepare import read_text, validation_settings
+from convert.judge import Job, check_named_run, judge, read_past, subject_of
+from convert.prepare import prepare, read_text, validation_settings
+from convert.report_files import write_reports
+from convert.run import export_key, source_of
+from convert.sections import Validation
+from convert.store import Store
 from convert.terminal import Reporter
 from convert.yaml_lines import explain
-from export.artifact import Artifact
+from export.artifact import Artifact, is_artifact
 from models.errors import BadInput
+from models.files import recover_folder
 from models.opened import open_model
 from models.source import open_source
 from models.tokenizer import load_tokenizer
 from validate.engines.check import EngineSpec
 from validate.measure import measure, measure_reference
-from validate.report import to_report
+from validate.report import Run, to_report
 
 
 def validate_artifact(
@@ -35,6 +41,7 @@ def validate_artifact(
     engines: Sequence[str] = (),
     engine_python: Path | None = None,
     pipeline: Path | None = None,
+    files: Path | None = None,
 ) -> dict[str, Any]:
     """Measures an artifact as `convert run` does, and returns the same report with this one target.
 
@@ -44,6 +51,7 @@ def validate_artifact(
         engines: that run the artifact too.
         engine_python: the interpreter of the one engine.
         pipeline: a pipeline.yaml whose ``engines`` say where they are.
+        files: a folder for the report's files.
 
     Raises:
         EnvironmentProblem: when an engine is not installed.
@@ -51,7 +59,9 @@ def validate_artifact(
     """
     began = time.monotonic()
     artifact = Artifact(folder)
+    show(f"{folder.name}: hashes", 0, 1)
     artifact.check()
+    show(f"{folder.name}: hashes", 1, 1)
     specs = _engines(artifact, engines, engine_python, pipeline)
     recorded = (artifact.ledger.validation or {}).get("settings")
     with tempfile.TemporaryDirectory(prefix="convert-") as scratch:
@@ -68,9 +78,76 @@ def validate_artifact(
             artifact.dtype,
             specs,
         )
+        hashes = model.checkpoint.hashes()
         scored = measure_reference(model.checkpoint, settings, work, show)
         measured = measure(artifact, model.checkpoint, scored, settings, show)
-    return to_report(reference, settings, [(artifact, measured)], time.monotonic() - began)
+    run = Run.begin(hashes, _warnings(artifact, hashes, settings.windows.text_sha256))
+    report = to_report(reference, settings, [(artifact, measured)], time.monotonic() - began, run)
+    if files is not None:
+        write_reports(files, report, [artifact])
+    return report
+
+
+def validate_pipeline(pipeline: Pipeline, only: tuple[str, ...], show: Reporter) -> dict[str, Any]:
+    """Measures the artifacts that a pipeline has written, each anew from its bytes, and judges them as `convert run`.
+
+    Returns:
+        The report, which is also written, with the run's entries in the history.
+
+    Raises:
+        BadInput: when there is no validation section, or artifacts are missing or not as they were written; all of
+            them are named.
+    """
+    began = time.monotonic()
+    if pipeline.validation is None:
+        raise BadInput(f"{pipeline.path}: validation: this key is required to validate, and missing")
+    past = read_past(pipeline)
+    prepared = prepare(pipeline, only)
+    store = Store(pipeline.work_folder)
+    with store.locked():
+        texts = prepared.texts()
+        assert texts.settings is not None
+        job = Job(prepared, source_of(prepared), store, False, show)
+        check_named_run(past, subject_of(job.source, texts.settings))
+        artifacts = _written(job)
+        warnings = [*texts.warnings]
+        for artifact, plan in zip(artifacts, prepared.plans, strict=True):
+            if artifact.ledger.target.get("key") != export_key(job, plan, texts.calibration):
+                warnings.append(f"{plan.spec.name}: the pipeline or its source has changed since this was written")
+        return judge(job, artifacts, texts.settings, past, began, warnings, again=True)
+
+
+def _written(job: Job) -> list[Artifact]:
+    """The artifacts of a pipeline's targets, each checked."""
+    problems: list[str] = []
+    found = []
+    for plan in job.prepared.plans:
+        folder = job.prepared.pipeline.output_folder / plan.spec.name
+        recover_folder(folder)
+        try:
+            if not is_artifact(folder):
+                raise BadInput(f"{folder}: no artifact there; `convert run` writes it")
+            artifact = Artifact(folder)
+            job.show(f"{folder.name}: hashes", 0, 1)
+            artifact.check()
+            job.show(f"{folder.name}: hashes", 1, 1)
+            found.append(artifact)
+        except BadInput as error:
+            problems += error.problems
+    if problems:
+        raise BadInput(problems)
+    return found
+
+
+def _warnings(artifact: Artifact, files: Mapping[str, str], text_sha256: str) -> list[str]:
+    """What makes a measurement worth less than it looks."""
+    ledger, found = artifact.ledger, []
+    changed = sorted(name for name, value in ledger.source["files"].items() if files.get(name) != value)
+    if changed:
+        found.append(f"the reference is not the source that this was made from: {', '.join(changed)} differ")
+    if ledger.calibration is not None and ledger.calibration.get("text_sha256") == text_sha256:
+        found.append("the validation text is the calibration text")
+    return found
 
 
 def _engines(

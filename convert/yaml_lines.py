@@ -74,6 +74,11 @@ def list_of_one(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def is_names(value: Any) -> bool:
+    """Whether it is a list of texts that are not empty."""
+    return isinstance(value, list) and all(isinstance(name, str) and name for name in value)
+
+
 def expected(what: str) -> PydanticCustomError:
     """For validators: the value is not what the key takes; the message shows the value."""
     return PydanticCustomError("expected", "expected {expected}", {"expected": what})

@@ -90,6 +90,15 @@ def times(folder: Path) -> dict[str, int]:
     return {str(p.relative_to(folder)): p.stat().st_mtime_ns for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
+# Files of the output that hold a run's id, time or seconds.
+VOLATILE = ("report.json", "report.html", "junit.xml", "history.sqlite")
+
+
+def same_report(report: dict[str, Any]) -> dict[str, Any]:
+    """A report without what every run has of its own."""
+    return {key: value for key, value in report.items() if key not in ("run", "seconds", "history")}
+
+
 class Silent:
     """A reporter that keeps what it was told to say."""
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from models.checkpoint import Checkpoint
 from models.skeleton import load_model
+
+# What stands for bytes that are no character yet.
+PART = "\N{REPLACEMENT CHARACTER}"
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,23 @@ def continue_greedily(checkpoint: Checkpoint, prompts: torch.Tensor, tokens: int
     )
     best = torch.stack(output.logits, dim=1).float().topk(2).values
     return Continuations(output.sequences[:, prompts.shape[1] :], best[..., 0] - best[..., 1])
+
+
+def pieces(tokenizer: Any, ids: list[int]) -> list[str]:
+    """What each token adds to the text, spaces included.
+
+    A token that holds a part of a character only is shown as the tokenizer names it. Without a tokenizer, the ids.
+    """
+    if tokenizer is None:
+        return [f"[{token}]" for token in ids]
+    found, before = [], ""
+    for index, token in enumerate(ids):
+        text = tokenizer.decode(ids[: index + 1], clean_up_tokenization_spaces=False)
+        whole = text.rstrip(PART)
+        added = whole[len(before) :] if whole.startswith(before) else ""
+        found.append(added or str(tokenizer.convert_ids_to_tokens(token)))
+        before = whole if whole.startswith(before) else before
+    return found
 
 
 def divergences(reference: Continuations, other: Continuations) -> list[Divergence]:

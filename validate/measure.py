@@ -19,7 +19,7 @@ from models.checkpoint import Checkpoint
 from models.errors import BadInput
 from validate.divergence import classify, to_dict
 from validate.engines.check import EngineSpec, check_engine
-from validate.greedy import Continuations, continue_greedily, divergences
+from validate.greedy import Continuations, continue_greedily, divergences, pieces
 from validate.kernels import TinygemmLinear, W4A8Linear
 from validate.score import Comparison, compare, final_hidden
 from validate.swap import UnsuitedKernelError, kernel_swap
@@ -45,7 +45,7 @@ class Settings:
         gates: bounds by gate; None is no bound.
         dtype: compute dtype of reference and expansion.
         engines: that run the artifact as well, on the same windows, or on all of them when ``engine_windows`` is 0.
-        tokenizer: names the tokens at which continuations part; None leaves them as numbers.
+        tokenizer: shows continuations and the tokens at which they part as text; None leaves them as numbers.
     """
 
     windows: Windows
@@ -89,13 +89,20 @@ class Measurement:
     Attributes:
         greedy: continuations identical of how many, and each first divergence with what it is (`divergence.to_dict`).
         engine: the engine's name with its figures, or with the reason why it was ``skipped``.
-        engines: of each engine that ran the artifact, as `check_engine` gives it.
+        engines: of each engine that was to run the artifact, as `check_engine` gives it.
+        texts: the prompts, and the reference's and the artifact's continuations as lists of their tokens' strings.
     """
 
     scores: Comparison
     greedy: dict[str, Any]
     engine: dict[str, Any]
     engines: list[dict[str, Any]] = field(default_factory=list)
+    texts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def whole(self) -> bool:
+        """Whether every engine ran; one that did not may be mended without a change of the artifact."""
+        return not any("failed" in engine for engine in self.engines)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -104,7 +111,7 @@ class Measurement:
     def from_dict(data: Mapping[str, Any]) -> Measurement:
         """The inverse of ``to_dict``, through JSON."""
         scores = {**data["scores"], "nll": tuple(data["scores"]["nll"])}
-        return Measurement(Comparison(**scores), data["greedy"], data["engine"], data.get("engines", []))
+        return Measurement(Comparison(**scores), data["greedy"], data["engine"], data["engines"], data["texts"])
 
 
 def measure_reference(checkpoint: Checkpoint, settings: Settings, cache: Path, progress: Progress) -> Reference:
@@ -171,7 +178,12 @@ def measure(
             )
         )
         progress(f"{name}: {spec.name}", 1, 1)
-    return Measurement(scores, greedy, engine, engines)
+    texts = {
+        "prompts": ["".join(pieces(settings.tokenizer, row)) for row in settings.prompts.tolist()],
+        "reference": [pieces(settings.tokenizer, row) for row in reference.continuations.tokens.tolist()],
+        "artifact": [pieces(settings.tokenizer, row) for row in continuations.tokens.tolist()],
+    }
+    return Measurement(scores, greedy, engine, engines, texts)
 
 
 def _engine(

@@ -1,11 +1,12 @@
-"""The report: ``report.json`` (schema 1) and the table at the end of a run."""
+"""The report: ``report.json`` and the table at the end of a run."""
 
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from pathlib import Path
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 from rich.console import Console
@@ -13,23 +14,41 @@ from rich.table import Table
 
 from export.artifact import Artifact
 from export.ledger import versions
-from models.files import replace_file, to_json
 from validate.divergence import summary
 from validate.engines.compare import worst_gap
-from validate.gates import GateResult, evaluate
+from validate.entry import SCHEMA, digest
+from validate.gates import GateResult, evaluate, failures
 from validate.measure import Measurement, Settings
 
-SCHEMA = 1
 # Outcomes of the ledger that a reader of the report must see.
 UNQUANTIZED = ("kept", "tied", "dropped")
 
 
-# How text became tokens; perplexities under other policies do not compare.
-BOS = "none: the text is tokenised whole without special tokens and cut into windows"
+@dataclass(frozen=True)
+class Run:
+    """Which run a report is of.
+
+    Attributes:
+        id: names it in the history.
+        time: UTC, ISO 8601.
+        files: SHA-256 of the reference's files, by name.
+        warnings: what makes the figures worth less than they look.
+    """
+
+    id: str
+    time: str
+    files: Mapping[str, str]
+    warnings: tuple[str, ...] = ()
+
+    @staticmethod
+    def begin(files: Mapping[str, str], warnings: Sequence[str] = ()) -> Run:
+        """A new run, now. Its id is no number in any yaml."""
+        now = datetime.now(UTC)
+        return Run(f"{now:%Y-%m-%d}-{secrets.token_hex(4)}", f"{now:%Y-%m-%dT%H:%M:%SZ}", files, tuple(warnings))
 
 
 def to_report(
-    source: str, settings: Settings, targets: Sequence[tuple[Artifact, Measurement]], seconds: float
+    source: str, settings: Settings, targets: Sequence[tuple[Artifact, Measurement]], seconds: float, run: Run
 ) -> dict[str, Any]:
     """The whole report as JSON values. A figure that is not finite (a broken build's) is null there.
 
@@ -37,7 +56,8 @@ def to_report(
         source: the reference, as the user names it.
         targets: at least one.
     """
-    scores = targets[0][1].scores
+    first = targets[0][1]
+    scores = first.scores
     reference = {
         "source": source,
         "dtype": str(settings.dtype).removeprefix("torch."),
@@ -47,12 +67,23 @@ def to_report(
         "sequence_length": settings.windows.ids.shape[1],
         "tokens": scores.tokens,
         "text_sha256": settings.windows.text_sha256,
-        "bos": BOS,
+        "bos": settings.windows.bos,
+        "windows_sha256": settings.windows.digest(),
+        "model_sha256": digest(run.files),
+        "files": dict(run.files),
     }
     report: dict[str, Any] = {
         "schema": SCHEMA,
+        "run": {"id": run.id, "time": run.time},
         "reference": plain(reference),
         "targets": [target_report(artifact, measured, settings.gates) for artifact, measured in targets],
+        "warnings": list(run.warnings),
+        "nll": {artifact.ledger.target["name"]: plain(measured.scores.nll) for artifact, measured in targets},
+        "continuations": {
+            "prompts": first.texts.get("prompts", []),
+            "reference": first.texts.get("reference", []),
+            **{"targets": {a.ledger.target["name"]: measured.texts.get("artifact", []) for a, measured in targets}},
+        },
         "versions": versions(),
         "seconds": round(seconds, 1),
     }
@@ -78,6 +109,7 @@ def target_report(artifact: Artifact, measured: Measurement, gates: Mapping[str,
             "bits_per_weight": artifact.bits_per_weight,
             "file_bytes": sum(file.stat().st_size for file in artifact.files.weight_files),
             **{k: v for k, v in scores.items() if not k.startswith("reference_") and k != "nll"},
+            "artifact_sha256": digest(artifact.ledger.files),
             "greedy": measured.greedy,
             "engine": measured.engine,
             "engines": measured.engines,
@@ -88,7 +120,7 @@ def target_report(artifact: Artifact, measured: Measurement, gates: Mapping[str,
             },
         }
     )
-    return entry
+    return {**entry, "passed": not failures(entry)}
 
 
 def _engine_gap(measured: Measurement) -> float | None:
@@ -108,11 +140,6 @@ def plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def write_report(path: Path, report: Mapping[str, Any]) -> None:
-    """Replaces ``report.json`` whole."""
-    replace_file(path, to_json(report))
-
-
 def print_table(report: Mapping[str, Any], console: Console) -> None:
     """The summary: a row a target, then everything that was kept, downgraded or not measured, then the gates."""
     reference = report["reference"]
@@ -126,34 +153,35 @@ def print_table(report: Mapping[str, Any], console: Console) -> None:
     for target in report["targets"]:
         table.add_row(*_row(target))
     console.print(table)
-    for target in report["targets"]:
-        for line in _remarks(target):
-            console.print(f"{target['name']}: {line}", highlight=False, soft_wrap=True)
+    lines = [f"{target['name']}: {line}" for target in report["targets"] for line in _remarks(target)]
+    for line in [*lines, *(f"warning: {warning}" for warning in report["warnings"])]:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def _figure(value: float | None, digits: int) -> str:
+def figure(value: float | None, digits: int) -> str:
+    """For people, also where there is no number."""
     return "not finite" if value is None else f"{value:.{digits}f}"
 
 
 def _with_error(value: float | None, error: float | None, digits: int) -> str:
-    return f"{_figure(value, digits)} ± {_figure(error, digits)}"
+    return f"{figure(value, digits)} ± {figure(error, digits)}"
 
 
 def _row(target: Mapping[str, Any]) -> list[str]:
     engine, gates = target["engine"], target["gates"]
-    failed = sum(not gate["passed"] for gate in gates)
+    failed = len(failures(target))
     return [
         target["name"],
         target["format"],
         f"{target['bits_per_weight']:.4g}",
         _with_error(target["perplexity"], target["perplexity_se"], 3),
         _with_error(target["perplexity_ratio"], target["perplexity_ratio_se"], 4),
-        _figure(engine["perplexity_ratio"], 4) if "perplexity_ratio" in engine else "not measured",
-        _figure(target["kl"], 4),
-        _figure(target["top1"], 3),
-        _figure(target["snr_db"], 1),
+        figure(engine["perplexity_ratio"], 4) if "perplexity_ratio" in engine else "not measured",
+        figure(target["kl"], 4),
+        figure(target["top1"], 3),
+        figure(target["snr_db"], 1),
         f"{target['greedy']['identical']}/{target['greedy']['of']}",
-        "none" if not gates else f"{failed} failed" if failed else "passed",
+        f"{failed} failed" if failed else "passed" if gates else "none",
     ]
 
 
@@ -175,16 +203,20 @@ def _remarks(target: Mapping[str, Any]) -> list[str]:
     for gate in target["gates"]:
         if not gate["passed"]:
             lines.append(f"gate failed: {GateResult(**gate).text}")
+        elif gate["note"]:
+            lines.append(f"gate held: {GateResult(**gate).text}")
     return lines
 
 
 def _ran(engine: Mapping[str, Any]) -> str:
-    """One line for an engine that ran the artifact."""
+    """One line for an engine that ran the artifact, or did not."""
+    if "failed" in engine:
+        return f"did not run in {engine['name']} {engine['version']}: {engine['failed']}"
     gap = "not finite" if engine["gap"] is None else f"{engine['gap']:.2%}"
     top1 = "" if engine["top1"] is None else f", top-1 {engine['top1']:.3f} of {engine['top1_of']} clear positions"
     greedy = engine.get("greedy")
     same = "" if greedy is None else f", greedy {greedy['identical']}/{greedy['of']}"
     return (
-        f"ran in {engine['name']} {engine['version']}: perplexity {_figure(engine['perplexity'], 3)}, {gap} from"
-        f" {engine['against']}{top1}, log-probabilities differ by {_figure(engine['logprob_gap'], 4)}{same}"
+        f"ran in {engine['name']} {engine['version']}: perplexity {figure(engine['perplexity'], 3)}, {gap} from"
+        f" {engine['against']}{top1}, log-probabilities differ by {figure(engine['logprob_gap'], 4)}{same}"
     )

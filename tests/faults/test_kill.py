@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from export.artifact import Artifact
-from tests.runs import TARGETS, command, content, environment, project
+from tests.runs import TARGETS, VOLATILE, command, content, environment, project
 
 # (function, which call of it, when). Targets are gptq alone; the model has two layers, so three results with the head.
 POINTS: dict[str, tuple[str, int, str]] = {
@@ -29,12 +29,14 @@ POINTS: dict[str, tuple[str, int, str]] = {
     "before the artifact's ledger": ("export.ledger:replace_file", 1, "before"),
     "after the artifact has its final name": ("pathlib:Path.rename", 2, "after"),
     "in the middle of the reference": ("validate.measure:continue_greedily", 1, "before"),
-    "before the measurement is saved": ("convert.run:replace_file", 2, "before"),
-    "before the ledger takes the measurement": ("convert.run:_record", 1, "before"),
-    "before the report": ("convert.run:write_report", 1, "before"),
+    "before the measurement is saved": ("convert.judge:replace_file", 1, "before"),
+    "before the ledger takes the measurement": ("convert.judge:_record", 1, "before"),
+    "before the report": ("convert.judge:write_reports", 1, "before"),
+    "between the report's files": ("convert.report_files:replace_file", 2, "after"),
+    "in the middle of the history": ("convert.judge:entries_of", 1, "before"),
 }
 # How many finished layers each leaves: the test's points are where they say.
-LAYERS = dict(zip(POINTS, (0, 0, 1, 1, 1, 2, *[3] * 7), strict=True))
+LAYERS = dict(zip(POINTS, (0, 0, 1, 1, 1, 2, *[3] * 9), strict=True))
 
 
 class Zygote:
@@ -83,8 +85,8 @@ def undisturbed(zygote: Zygote, fresh: Path, tmp_path_factory: pytest.TempPathFa
 
 
 def output(folder: Path) -> dict[str, str]:
-    """The output's content without the report, which holds seconds."""
-    return {name: value for name, value in content(folder / "output").items() if name != "report.json"}
+    """The output's content without the report's files, which hold seconds."""
+    return {name: value for name, value in content(folder / "output").items() if name not in VOLATILE}
 
 
 def finished_layers(folder: Path) -> dict[str, int]:
@@ -132,7 +134,7 @@ def test_a_run_that_was_killed_again_and_again_continues(
         ("calibrate.results:save_file", "torn"),
         ("export.artifact:sha256", "after"),
         ("validate.measure:save_tensors", "before"),
-        ("convert.run:_record", "before"),
+        ("convert.judge:_record", "before"),
     ):
         assert zygote.run(folder, (function, 2 if when == "torn" else 1, when)) == -signal.SIGKILL
         now = finished_layers(folder)

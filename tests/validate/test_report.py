@@ -14,12 +14,13 @@ import torch
 from rich.console import Console
 
 from calibrate.text import Windows
+from convert.report_files import write_reports
 from tests.helpers import tokens
 from tests.workshop import Workshop, spec
 from validate.divergence import Verdict, to_dict
 from validate.greedy import Divergence
 from validate.measure import Measurement, Settings
-from validate.report import plain, print_table, target_report, to_report, write_report
+from validate.report import Run, plain, print_table, target_report, to_report
 from validate.score import Comparison
 
 SCORES = Comparison(
@@ -49,7 +50,7 @@ def settings(**gates: float) -> Settings:
 
 def report(workshop: Workshop, measured: Measurement, **gates: float) -> dict[str, Any]:
     artifact = workshop.built("spark2_5", spec("gptq")).artifact
-    return to_report("source", settings(**gates), [(artifact, measured)], 1.25)
+    return to_report("source", settings(**gates), [(artifact, measured)], 1.25, Run.begin({"model.safetensors": "ab"}))
 
 
 def table(found: dict[str, Any]) -> str:
@@ -130,7 +131,7 @@ def test_a_report_is_valid_json_whatever_was_measured(
     workshop: Workshop, tmp_path: Path, measured: Measurement
 ) -> None:
     found = report(workshop, measured, max_kl=1.0, max_perplexity_increase=1.0, max_engine_gap=1.0, min_snr_db=1.0)
-    write_report(tmp_path / "report.json", found)
+    write_reports(tmp_path, found, [workshop.built("spark2_5", spec("gptq")).artifact])
     assert json.loads((tmp_path / "report.json").read_text(), parse_constant=refuse) == found
 
 
@@ -152,7 +153,7 @@ def test_what_is_not_finite_is_null_fails_its_gates_and_shows(workshop: Workshop
 def test_the_figures_of_a_target_stand_in_report_and_table(workshop: Workshop) -> None:
     found = report(workshop, Measurement(SCORES, GREEDY, ENGINE), max_kl=1.0)
     (target,) = found["targets"]
-    assert found["schema"] == 1 and found["seconds"] == 1.2
+    assert found["schema"] == 2 and found["seconds"] == 1.2
     assert found["reference"]["perplexity"] == 10.0 and found["reference"]["bos"].startswith("none")
     assert (target["name"], target["format"], target["perplexity_ratio"]) == ("gptq", "gptq", 1.2)
     assert "nll" not in target and "reference_perplexity" not in target

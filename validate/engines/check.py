@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from export.artifact import Artifact, Expansion
+from models.errors import BadInput, EnvironmentProblem
 from validate.engines.compare import compare_engine, compare_greedy, positions
 from validate.engines.run import ENGINES, W4A8, Job, run_engine
 from validate.kernels import W4A8Linear
@@ -59,13 +60,17 @@ def check_engine(
         prompts, greedy: int64 [prompts, length], and how the expanded weights continue them.
 
     Returns:
-        The engine's entry in the report.
-
-    Raises:
-        BadInput: when the engine refuses the artifact.
-        EnvironmentProblem: when the engine is not there, does not start, or dies.
+        The engine's entry in the report. Where the engine refused the artifact or died, ``failed`` says what it said,
+        ``lacking`` whether that was for want of something on this machine, and ``gap`` is None.
     """
-    result = run_engine(spec.name, spec.python, Job(artifact, windows, prompts, greedy.shape[1], spec.w4a8))
+    try:
+        result = run_engine(spec.name, spec.python, Job(artifact, windows, prompts, greedy.shape[1], spec.w4a8))
+    except (BadInput, EnvironmentProblem) as error:
+        # What was measured until now is worth a report.
+        lacking = isinstance(error, EnvironmentProblem)
+        # Where the artifact lies is this machine's business.
+        said = str(error).replace(str(artifact.folder), artifact.folder.name)
+        return {"name": spec.name, "version": spec.version, "gap": None, "failed": said, "lacking": lacking}
     expansion = Expansion(artifact)
     if result.w4a8:
         swap = kernel_swap(artifact, expansion, W4A8Linear, dtype)
