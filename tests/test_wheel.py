@@ -27,3 +27,4 @@ def test_the_wheel_holds_the_five_packages_and_both_scripts(tmp_path: Path) -> N
     assert {name.partition("/")[0] for name in names} == PACKAGES | {info}
     assert "convert = convert.cli:main" in scripts and "edge-convert = convert.cli:main" in scripts
     assert any(name.startswith("models/families/") for name in names)
+    assert "validate/templates/report.html.j2" in names

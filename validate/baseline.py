@@ -14,6 +14,11 @@ from validate.entry import Entry, Subject
 # Standard errors: a run that lost nothing exceeds two in one case of 44.
 NOISE = 2.0
 NAMES = ("last", "best")
+# Over the median absolute deviation of normal values, it is their standard deviation.
+NORMAL = 1.4826
+# How far the standard error may exceed that of the typical window. Without a limit a single window that breaks would
+# be its own excuse: it moves the mean and the standard error by the same amount.
+TAILS = 1.5
 # exp of more overflows.
 MAX_EXPONENT = 700.0
 
@@ -26,16 +31,18 @@ class Difference:
         then: the earlier run's id.
         increase: of the perplexity, relative: exp of the mean difference of the windows' losses, minus one.
         se: its standard error, paired by windows (delta method).
+        typical_se: the same from the windows' median absolute deviation, which a few broken windows do not move.
     """
 
     then: str
     increase: float
     se: float
+    typical_se: float
 
     @property
     def noise(self) -> float:
         """The largest increase that the noise may explain."""
-        return NOISE * self.se
+        return NOISE * min(self.se, TAILS * self.typical_se)
 
     @property
     def inside_noise(self) -> bool:
@@ -57,9 +64,11 @@ def difference(then: Entry, nll: Sequence[float]) -> Difference:
     """Compares windows' mean negative log-likelihoods in nats with an earlier entry's of the same windows."""
     losses = torch.tensor(nll, dtype=torch.float64) - torch.tensor(then.nll, dtype=torch.float64)
     mean = float(losses.mean())
-    ratio = math.exp(mean) if mean < MAX_EXPONENT else math.nan
-    spread = float(losses.std() / math.sqrt(len(losses))) if len(losses) > 1 else 0.0
-    return Difference(then.run, ratio - 1, ratio * spread)
+    ratio = math.exp(mean) if abs(mean) < MAX_EXPONENT else math.nan
+    root = math.sqrt(len(losses))
+    spread = float(losses.std()) / root if len(losses) > 1 else 0.0
+    typical = NORMAL * float((losses - losses.quantile(0.5)).abs().quantile(0.5)) / root
+    return Difference(then.run, ratio - 1, ratio * spread, ratio * typical)
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,6 @@ def layer_errors(ledgers: Mapping[str, Ledger]) -> Figure:
                 axes.plot(layers, errors, markersize=3, linewidth=1, label=kind, **style)
             axes.set_ylabel("relative error")
             axes.set_title(name, fontsize=10, loc="left")
-            axes.set_ylim(bottom=0)
         panels[-1].xaxis.get_major_locator().set_params(integer=True)
         panels[-1].set_xlabel("layer")
         handles = {label: h for axes in panels for h, label in zip(*axes.get_legend_handles_labels(), strict=True)}
