@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import time
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +55,7 @@ def run(pipeline: Pipeline, only: tuple[str, ...], force: bool, show: Reporter, 
         source = source_of(prepared)
         if texts.settings is not None:
             check_named_run(past, subject_of(source, texts.settings))
-        taken = "another run is writing into this output folder; wait for it or name another `output:`"
-        held.enter_context(locked(pipeline.output_folder, taken))
+        held.enter_context(output_locked(pipeline))
         _claim_output(pipeline)
         for line in (*prepared.reasons.values(), *texts.warnings):
             show.say(line)
@@ -66,6 +65,12 @@ def run(pipeline: Pipeline, only: tuple[str, ...], force: bool, show: Reporter, 
             show.say("no validation section: nothing was measured")
             return {}
         return judge(job, artifacts, texts.settings, past, began, texts.warnings, again)
+
+
+def output_locked(pipeline: Pipeline) -> AbstractContextManager[None]:
+    """Keeps other runs out of the output folder. Raises BadInput when one is in it."""
+    taken = "another run is writing into this output folder; wait for it or name another `output:`"
+    return locked(pipeline.output_folder, taken)
 
 
 def source_of(prepared: Prepared) -> dict[str, Any]:

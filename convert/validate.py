@@ -15,7 +15,7 @@ from convert.engines import find_engines
 from convert.judge import Job, check_named_run, judge, read_past, subject_of
 from convert.prepare import prepare, read_text, validation_settings
 from convert.report_files import write_reports
-from convert.run import export_key, source_of
+from convert.run import export_key, output_locked, source_of
 from convert.sections import Validation
 from convert.store import Store
 from convert.terminal import Reporter
@@ -101,10 +101,12 @@ def validate_pipeline(pipeline: Pipeline, only: tuple[str, ...], show: Reporter)
     began = time.monotonic()
     if pipeline.validation is None:
         raise BadInput(f"{pipeline.path}: validation: this key is required to validate, and missing")
+    if not pipeline.output_folder.is_dir():
+        raise BadInput(f"{pipeline.output_folder}: no artifacts there; `convert run` writes them")
     past = read_past(pipeline)
     prepared = prepare(pipeline, only)
     store = Store(pipeline.work_folder)
-    with store.locked():
+    with store.locked(), output_locked(pipeline):
         texts = prepared.texts()
         assert texts.settings is not None
         job = Job(prepared, source_of(prepared), store, False, show)

@@ -142,11 +142,7 @@ def test_another_layout_of_the_same_numbers_calibrates_nothing(copy: Copy) -> No
 def test_only_makes_and_reports_the_named_targets(tmp_path: Path) -> None:
     folder = project(tmp_path / "p").parent
     run(folder, "--only", "awq")
-<<<<<<< HEAD
-    assert {path.name for path in (folder / "output").iterdir()} == {"awq", "report.json", "run.json", LOCK}
-=======
-    assert {path.name for path in (folder / "output").iterdir()} == {"awq", "run.json", *VOLATILE}
->>>>>>> cec9833 (Runs compare with their history; report.html, junit.xml, nightly, validate of a whole pipeline; engines that refuse no longer end the run)
+    assert {path.name for path in (folder / "output").iterdir()} == {"awq", "run.json", LOCK, *VOLATILE}
     assert [target["name"] for target in report(folder)["targets"]] == ["awq"]
 
 
