@@ -152,7 +152,8 @@ def trend(entries: Sequence[Entry]) -> Figure:
         axes.set_xticks(shown, [runs[i][5:10] for i in shown])
         axes.set_xlabel("run (a red ring: a gate failed)")
         axes.set_ylabel("perplexity / reference's")
-        axes.legend()
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend()
         return figure
 
 
