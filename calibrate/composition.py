@@ -39,6 +39,8 @@ class Method:
 METHODS: dict[str, Method] = {
     "rtn": Method("codes", "weights"),
     "search": Method("codes", "moments"),
+    "gptq": Method("codes", "hessian"),
+    "refine": Method("refine", "hessian"),
 }
 
 

@@ -7,25 +7,26 @@ from dataclasses import dataclass
 
 import torch
 
+from calibrate.gptq import gptq
 from calibrate.grid import Grid, Quantized
+from calibrate.refine import refine
 from calibrate.search import error, round_to_nearest, search
 from calibrate.statistics import Inputs
 
-Choose = Callable[[torch.Tensor, Grid, Inputs | None], Quantized]
-Refine = Callable[[torch.Tensor, Quantized, Inputs | None], Quantized]
+Choose = Callable[[torch.Tensor, Grid, Inputs], Quantized]
+Refine = Callable[[torch.Tensor, Quantized, Inputs], Quantized]
 
 
-def _moments(inputs: Inputs | None) -> torch.Tensor | None:
-    return None if inputs is None else inputs.moments
-
-
-# (weight [N, K], grid, inputs or None) -> Quantized
+# (weight [N, K], grid, inputs) -> Quantized
 CHOOSE: Mapping[str, Choose] = {
     "rtn": lambda weight, grid, _: round_to_nearest(weight, grid),
-    "search": lambda weight, grid, inputs: search(weight, grid, _moments(inputs)),
+    "search": lambda weight, grid, inputs: search(weight, grid, inputs.moments),
+    "gptq": lambda weight, grid, inputs: gptq(weight, grid, inputs.factor),
 }
-# (weight [N, K], quantized, inputs or None) -> Quantized
-REFINE: Mapping[str, Refine] = {}
+# (weight [N, K], quantized, inputs) -> Quantized
+REFINE: Mapping[str, Refine] = {
+    "refine": lambda weight, quantized, inputs: refine(weight, quantized, inputs.full),
+}
 
 
 @dataclass(frozen=True)
@@ -46,17 +47,17 @@ class Chosen:
 def choose(weight: torch.Tensor, grid: Grid, names: Sequence[str], inputs: Inputs | None) -> Chosen:
     """Quantises a linear [N, K] by those methods of a list that work on a single one.
 
-    The result is never worse than round to nearest in the error that the inputs define.
+    The result is never worse than round to nearest in the error that the inputs define; None makes all channels alike.
     """
+    known = inputs or Inputs.alike(weight.shape[1])
     (first,) = (name for name in names if name in CHOOSE)
-    quantized = CHOOSE[first](weight, grid, inputs)
+    quantized = CHOOSE[first](weight, grid, known)
     for name in names:
         if name in REFINE:
-            quantized = REFINE[name](weight, quantized, inputs)
-    second = None if inputs is None else inputs.second
-    found = error(weight, quantized, second)
+            quantized = REFINE[name](weight, quantized, known)
+    found = error(weight, quantized, known.second)
     plain = round_to_nearest(weight, grid)
-    bound = error(weight, plain, second)
+    bound = error(weight, plain, known.second)
     if found <= bound:
         return Chosen(quantized, found)
     return Chosen(plain, bound, f"{'+'.join(names)} came to an error of {found:.4g}, round to nearest to {bound:.4g}")

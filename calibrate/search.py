@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import torch
 
-from calibrate.grid import LEVELS, MIDDLE, Grid, Quantized, grouped, range_parameters, with_codes
+from calibrate.grid import LEVELS, MIDDLE, Grid, Quantized, encode, grouped, range_parameters, with_codes
 
-# Symmetric: from a third of the max-abs grid (outliers clipped hard) to a tenth above it (-8 reaches further than 7).
-SYMMETRIC_FACTORS = torch.linspace(0.32, 1.10, 96)
-# Asymmetric: each end of the range shrinks on its own: 11 x 11 candidates.
-END_FACTORS = torch.linspace(0.5, 1.0, 11)
+# Symmetric: from two fifths of the max-abs grid (outliers clipped hard) to a tenth above it, each with both signs: a
+# negative scale lets -8, the longer side, face the positive extreme.
+SYMMETRIC_FACTORS = torch.linspace(0.40, 1.10, 36)
+# Asymmetric: each end of the range shrinks on its own: 9 x 9 candidates.
+END_FACTORS = torch.linspace(0.5, 1.0, 9)
+# Least squares fits to the best candidate's codes: they find more than finer candidates would.
+FITS = 2
 # Elements per pass: temporaries of a pass stay in a core's cache.
 CHUNK = 1 << 18
+# The smallest scale: a normal number of fp32.
+SMALLEST = torch.finfo(torch.float32).smallest_normal
 
 
 def round_to_nearest(weight: torch.Tensor, grid: Grid, moments: torch.Tensor | None = None) -> Quantized:
@@ -29,7 +34,7 @@ def round_to_nearest(weight: torch.Tensor, grid: Grid, moments: torch.Tensor | N
 
 
 def search(weight: torch.Tensor, grid: Grid, moments: torch.Tensor | None = None) -> Quantized:
-    """The best of 96 (symmetric) or 121 (asymmetric) grids per group, by weighted squared error.
+    """The best of 72 (symmetric) or 81 (asymmetric) grids per group, by weighted squared error, and fits from there.
 
     Args:
         weight: [N, K], any float dtype.
@@ -74,7 +79,8 @@ def _ends(weight: torch.Tensor, grid: Grid) -> tuple[torch.Tensor, torch.Tensor]
 
 def _candidates(low: torch.Tensor, high: torch.Tensor, grid: Grid) -> list[Quantized]:
     if grid.symmetric:
-        return [range_parameters(low * f, high * f, grid) for f in SYMMETRIC_FACTORS]
+        positive = [range_parameters(low * f, high * f, grid) for f in SYMMETRIC_FACTORS]
+        return positive + [Quantized(q.codes, -q.scales) for q in positive]
     # Around the middle, so that a range that does not straddle zero shrinks from both ends too.
     middle = low / 2 + high / 2
     lows = [middle + (low - middle) * f for f in END_FACTORS]
@@ -90,7 +96,11 @@ def _search_rows(weight: torch.Tensor, grid: Grid, moments: torch.Tensor | None)
     best = range_parameters(low, high, grid)
     scales, zeros, points = best.scales, best.zeros, best.zero_points
     least = _loss(w, best, h)
-    for candidate in _candidates(low, high, grid):
+    candidates: list[Quantized | None] = [*_candidates(low, high, grid), *[None] * FITS]
+    for candidate in candidates:
+        if candidate is None:
+            codes = encode(weight, Quantized(best.codes, scales, zeros, points), grid.group_size)
+            candidate = _fit(w, Quantized(codes, scales, zeros, points), h)
         loss = _loss(w, candidate, h)
         better = loss < least
         least = torch.where(better, loss, least)
@@ -100,6 +110,29 @@ def _search_rows(weight: torch.Tensor, grid: Grid, moments: torch.Tensor | None)
         if points is not None and candidate.zero_points is not None:
             points = torch.where(better, candidate.zero_points, points)
     return with_codes(weight, Quantized(best.codes, scales, zeros, points), grid.group_size)
+
+
+def _fit(w: torch.Tensor, q: Quantized, h: torch.Tensor | None) -> Quantized:
+    """The scales (and float zeros) of the least weighted squared error for codes as they are; w and h as in `_loss`."""
+    middle: float | torch.Tensor = MIDDLE if q.zero_points is None else q.zero_points.float()[..., None]
+    levels = grouped(q.codes, w.shape[-1]).float() - middle
+    weights = torch.ones_like(w[:1, :1]) if h is None else h
+    weighted = levels * weights
+    squares, products = (weighted * levels).sum(-1), (weighted * w).sum(-1)
+    if q.zeros is None:
+        return Quantized(q.codes, _usable(products / squares, q.scales), None, q.zero_points)
+    total, levels_sum, sums = weights.sum(-1), weighted.sum(-1), (w * weights).sum(-1)
+    determinant = squares * total - levels_sum * levels_sum
+    scales = _usable((products * total - sums * levels_sum) / determinant, q.scales)
+    # The best zero for the scale as it is stored.
+    zeros = (sums - scales.float() * levels_sum) / total
+    return Quantized(q.codes, scales, _usable(zeros, q.zeros, smallest=0.0))
+
+
+def _usable(values: torch.Tensor, old: torch.Tensor, smallest: float = SMALLEST) -> torch.Tensor:
+    """Values in the old ones' dtype; the old ones where the new are not finite there or vanish."""
+    rounded = values.to(old.dtype)
+    return torch.where(torch.isfinite(rounded) & (rounded.float().abs() >= smallest), rounded, old)
 
 
 def _loss(w: torch.Tensor, parameters: Quantized, h: torch.Tensor | None) -> torch.Tensor:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
+
+from calibrate.hessian import Factor, factorise
 
 
 @dataclass(frozen=True)
@@ -22,10 +25,25 @@ class Inputs:
     moments: torch.Tensor
     hessian: torch.Tensor | None = None
 
+    @staticmethod
+    def alike(columns: int) -> Inputs:
+        """Of a linear that nothing is known of: every channel weighs the same, and for itself."""
+        return Inputs(torch.ones(columns))
+
+    @property
+    def full(self) -> torch.Tensor:
+        """All second moments, [K, K]: of independent channels where there are no others."""
+        return torch.diag(self.moments) if self.hessian is None else self.hessian
+
     @property
     def second(self) -> torch.Tensor:
         """The fullest second moments there are, [K, K] or [K]: what the error of the output is measured by."""
         return self.moments if self.hessian is None else self.hessian
+
+    @cached_property
+    def factor(self) -> Factor:
+        """Of the Hessian; of independent channels where there is none."""
+        return factorise(self.full)
 
 
 @dataclass
