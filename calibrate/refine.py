@@ -18,6 +18,8 @@ from calibrate.hessian import damped
 SWEEPS = 6
 # A sweep that gains a smaller part of the error's energy is the last.
 GAIN = 0.002
+# Of a scale that is left in one step.
+SMALLEST = 2.0**-10
 
 
 def refine(weight: torch.Tensor, quantized: Quantized, hessian: torch.Tensor, sweeps: int = SWEEPS) -> Quantized:
@@ -106,8 +108,8 @@ class _State:
             step = torch.where(solvable, solved, 0.0)
         scale = self.scales[group]
         new = _stored(scale + step, self.start.scales.dtype)
-        # A scale that vanishes or overflows would be no scale.
-        usable = (new.abs() >= torch.finfo(torch.float32).smallest_normal) & torch.isfinite(new)
+        # A scale that vanishes, overflows or turns round would be no scale, or another grid's.
+        usable = (new / scale >= SMALLEST) & torch.isfinite(new)
         step = torch.where(usable, new - scale, 0.0)
         gain = 2 * step * slope - step * step * curve
         if self.zeros is not None:

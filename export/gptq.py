@@ -5,7 +5,8 @@ Tensors of one linear [N, K], group size g:
 * ``qweight`` int32 [K/8, N]: code k in bits 4 * (k % 8);
 * ``qzeros`` int32 [K/g, N/8]: the zero point *minus one*, so a symmetric grid (zero point 8) stores 7 in every
   nibble; "v2" stores the zero point itself. vLLM ignores these words, so a wrong convention shows only elsewhere;
-* ``scales`` [K/g, N]: w = (q - 8) * scale;
+* ``scales`` [K/g, N]: w = (q - 8) * scale; a negative scale is a number like any other to every kernel, and puts -8,
+  the grid's longer side, on a group's positive extreme;
 * ``g_idx`` int32 [K]: k // g. vLLM drops it unless ``desc_act`` is set, so any other order would be silently wrong.
 """
 
@@ -24,9 +25,9 @@ from export.layout import (
     describe,
     expect,
     misread_problems,
+    nonzero_problems,
     pack_problems,
     pack_words,
-    positive_problems,
     raise_problems,
     resolve_group_size,
     suffix_problems,
@@ -142,7 +143,7 @@ def _g_idx(columns: int, size: int) -> torch.Tensor:
 
 
 def _content_problems(name: str, tensors: Mapping[str, torch.Tensor], size: int) -> list[str]:
-    problems = positive_problems(f"{name}.scales", tensors["scales"])
+    problems = nonzero_problems(f"{name}.scales", tensors["scales"])
     qzeros = tensors["qzeros"]
     if not bool((qzeros == QZEROS).all()):
         found = "the v2 convention" if bool((qzeros == QZEROS_V2).all()) else "other words"

@@ -173,6 +173,12 @@ def positive_problems(name: str, scales: torch.Tensor) -> list[str]:
     return [f"{name}: {int(bad.sum())} of {bad.numel()} scales are not positive and finite"] if bad.any() else []
 
 
+def nonzero_problems(name: str, scales: torch.Tensor) -> list[str]:
+    """A problem unless all scales are finite and other than zero; a negative one turns the grid's longer side round."""
+    bad = ~(torch.isfinite(scales) & (scales != 0))
+    return [f"{name}: {int(bad.sum())} of {bad.numel()} scales are zero or not finite"] if bad.any() else []
+
+
 def vllm_shape_problems(rows: int, columns: int, group_size: int) -> list[str]:
     """What vLLM's CPU kernels refuse of an int32-packed linear [rows, columns] = [N, K].
 

@@ -25,7 +25,7 @@ def test_every_method_that_works_on_a_linear_has_its_function() -> None:
         (["search"], ""),
         (["before", "rtn", "after"], ""),
         (["rtn", "search"], "rtn and search each choose the codes: name one of them"),
-        (["after"], "nothing chooses the codes: name one of rtn, search"),
+        (["after"], "nothing chooses the codes: name one of rtn, search, gptq"),
         (["rtn", "after", "before"], "methods work in one order: write [before, rtn, after]"),
         (["rtn", "after", "after"], "after stands there twice"),
     ],

@@ -50,8 +50,9 @@ def test_transformers_gives_the_expansion(outcomes: dict[str, tuple[Job, Result]
 def packed(tmp_path_factory: pytest.TempPathFactory, engines_python: Path) -> dict[str, tuple[Job, Result]]:
     workshop = Workshop(tmp_path_factory.mktemp("engines"))
     jobs = [
-        Job(workshop.built("llama-untied", spec(format, quantize_head=False)).artifact, WINDOWS, WINDOWS[:, :8], 4)
-        for format in ("gptq", "awq")
+        Job(workshop.built("llama-untied", target).artifact, WINDOWS, WINDOWS[:, :8], 4)
+        # The search gives a symmetric grid scales of both signs.
+        for target in (spec(format, quantize_head=False, method=("search",)) for format in ("gptq", "awq"))
     ]
     results = run_jobs("transformers", engines_python, jobs, tmp_path_factory.mktemp("log") / "log", timeout=900)
     found = {}

@@ -38,6 +38,7 @@ ARTIFACTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "fused on disk": ("phi3", "gptq", {}),
     "groups of 128": ("llama-untied", "gptq", {"group_size": 128}),
     "a group a row": ("llama-untied", "gptq", {"group_size": -1}),
+    "signed scales": ("llama-untied", "gptq", {"method": ("search",)}),
     "AWQ": ("llama-untied", "awq", {}),
     "AWQ, tied head, quantised": ("llama", "awq", {"group_size": 64}),
     "AWQ, skipped layer": ("llama-deep", "awq", {"skip": ("model.layers.1.*",)}),

@@ -93,7 +93,7 @@ def test_shapes_that_the_engine_refuses_are_named(shape: tuple[int, int, int], e
         ({"scales": torch.ones(64, 2, dtype=torch.bfloat16)}, r"scales: expected \[64, 4\]"),
         ({"scales": torch.ones(64, 4)}, "scales: expected bfloat16 or float16"),
         ({"scales": torch.full((64, 4), torch.inf, dtype=torch.bfloat16)}, "scales: not finite"),
-        ({"scales": torch.zeros(64, 4, dtype=torch.bfloat16)}, "256 of 256 scales are not positive"),
+        ({"scales": torch.zeros(64, 4, dtype=torch.bfloat16)}, "256 of 256 scales are zero"),
         ({"zeros": torch.zeros(64, 4, dtype=torch.bfloat16)}, "zero: expected one of none, found float"),
         ({"zero_points": torch.zeros(64, 4, dtype=torch.uint8)}, "zero: expected one of none, found integer"),
     ],
@@ -133,11 +133,16 @@ def test_a_shuffled_g_idx_is_found() -> None:
     ]
 
 
-@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_scale_that_is_not_positive_and_finite_is_found(value: float) -> None:
+def test_negative_scales_are_packed_and_come_back() -> None:
+    signed = replace(linear(), scales=linear().scales * torch.tensor([1, -1, -1, 1]))
+    assert torch.equal(gptq.unpack(gptq.pack(signed, OPTIONS), CONFIG).dequantize(), signed.dequantize())
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf"), float("-inf")])
+def test_a_scale_that_is_zero_or_not_finite_is_found(value: float) -> None:
     scales = torch.ones(4, 64, dtype=torch.bfloat16)
     scales[1, 2] = value
-    assert problems(scales=scales) == ["layer.q_proj.scales: 1 of 256 scales are not positive and finite"]
+    assert problems(scales=scales) == ["layer.q_proj.scales: 1 of 256 scales are zero or not finite"]
 
 
 @pytest.mark.parametrize(
