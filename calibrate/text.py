@@ -100,8 +100,12 @@ class Windows:
 
     def digest(self) -> str:
         """SHA-256 of the ids and their shape: what a cache of results over them is keyed by."""
-        content = self.ids.numpy().tobytes() + repr(tuple(self.ids.shape)).encode()
-        return hashlib.sha256(content).hexdigest()
+        return digest_of(self.ids)
+
+
+def digest_of(ids: torch.Tensor) -> str:
+    """SHA-256 of token ids and their shape."""
+    return hashlib.sha256(ids.numpy().tobytes() + repr(tuple(ids.shape)).encode()).hexdigest()
 
 
 def tokenise(tokenizer: Any, text: str) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch
 
 from calibrate.overlap import overlap
 from calibrate.text import (
+    Leading,
     Text,
     Windows,
     calibration_windows,
@@ -32,6 +33,7 @@ from models.opened import OpenedModel, open_model
 from models.source import open_source
 from models.tokenizer import load_tokenizer
 from validate.engines.check import EngineSpec
+from validate.long_context import LongText, long_text, sliding_window
 from validate.measure import Settings
 
 # A smaller share is a quotation that both texts have.
@@ -161,8 +163,8 @@ def validation_settings(
     greedy = config.greedy
     leading = leading_tokens(tokenizer, config.bos)
     windows = evaluation_windows(tokenizer, text, config.tokens, config.sequence_length, leading)
-    ids = tokenise(tokenizer, text)
-    prompts = with_leading(leading, ids, greedy.prompts, greedy.prompt_tokens, "greedy prompts")
+    text_ids = tokenise(tokenizer, text)
+    prompts = with_leading(leading, text_ids, greedy.prompts, greedy.prompt_tokens, "greedy prompts")
     for ids in (windows.ids, prompts):
         check_vocabulary(tokenizer, ids, model.vocabulary, model.checkpoint.name)
     return Settings(
@@ -173,8 +175,19 @@ def validation_settings(
         gates=config.gates.model_dump(),
         dtype=dtype,
         engines=engines,
+        long=_long_text(config, text_ids, leading, model),
         tokenizer=tokenizer,
     )
+
+
+def _long_text(config: Validation, ids: torch.Tensor, leading: Leading, model: OpenedModel) -> LongText | None:
+    """Raises BadInput for a model without a sliding window: what was asked for would not be measured."""
+    if not config.long_context:
+        return None
+    window = sliding_window(model.checkpoint)
+    if window is None:
+        raise BadInput("validation: long_context: this model has no sliding window; leave the key out")
+    return long_text(ids, window, config.long_context, leading.ids)
 
 
 def prepare(pipeline: Pipeline, only: tuple[str, ...] = ()) -> Prepared:

@@ -52,7 +52,9 @@ def run(pipeline: Pipeline, only: tuple[str, ...], force: bool, show: Reporter, 
     with ExitStack() as held:
         held.enter_context(store.locked())
         texts = prepared.texts()
+        show("source: hashes", 0, 1)
         source = source_of(prepared)
+        show("source: hashes", 1, 1)
         if texts.settings is not None:
             check_named_run(past, subject_of(source, texts.settings))
         held.enter_context(output_locked(pipeline))
@@ -202,7 +204,9 @@ def _up_to_date(folder: Path, key: str, show: Reporter) -> Artifact | None:
         artifact = Artifact(folder)
         if artifact.ledger.target.get("key") != key:
             return None
+        show(f"{folder.name}: hashes", 0, 1)
         artifact.check()
+        show(f"{folder.name}: hashes", 1, 1)
     except BadInput as error:
         more = f" (and {len(error.problems) - 1} more)" if len(error.problems) > 1 else ""
         show.say(f"{folder.name}: damaged, so it is written again: {error.problems[0]}{more}")

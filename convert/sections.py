@@ -131,6 +131,7 @@ class Validation(Section):
         engines: that run every artifact that they load, beside the arithmetic.
         bos: what stands before each window: what the tokenizer itself puts before a text (`auto`), nothing (`never`),
             or its token for the beginning of a text (`always`).
+        long_context: windows of four times the model's sliding window to score besides, with a needle in each.
         strict: refuse an evaluation text that is part of the calibration text, instead of warning.
         history: the file that every run adds to; `history.sqlite` in the output folder unless given.
     """
@@ -143,6 +144,7 @@ class Validation(Section):
     engine_tokens: int = Field(default_factory=lambda data: data["tokens"])
     engines: list[Literal["vllm", "gptqmodel", "transformers"]] = []
     bos: BosPolicy = "auto"
+    long_context: Annotated[int, Field(ge=0)] = 0
     strict: bool = False
     history: Text | None = None
     gates: Gates = Gates()

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import StoppingCriteriaList
 
 from models.checkpoint import Checkpoint
 from models.skeleton import load_model
+from validate.score import Progress, no_progress
 
 # What stands for bytes that are no character yet.
 PART = "\N{REPLACEMENT CHARACTER}"
@@ -43,9 +45,21 @@ class Divergence:
 
 
 @torch.no_grad()
-def continue_greedily(checkpoint: Checkpoint, prompts: torch.Tensor, tokens: int, dtype: torch.dtype) -> Continuations:
+def continue_greedily(
+    checkpoint: Checkpoint,
+    prompts: torch.Tensor,
+    tokens: int,
+    dtype: torch.dtype,
+    progress: Progress = no_progress,
+) -> Continuations:
     """Continues prompts int64 [prompts, length] by exactly ``tokens`` tokens each (end of text is not special)."""
     model = load_model(checkpoint, dtype)
+
+    def watch(ids: torch.Tensor, scores: Any) -> torch.Tensor:
+        """As a stopping criterion it is called after every token; it stops nothing."""
+        progress(ids.shape[1] - prompts.shape[1], tokens)
+        return torch.zeros(len(ids), dtype=torch.bool)
+
     output = model.generate(
         prompts,
         attention_mask=torch.ones_like(prompts),
@@ -55,6 +69,7 @@ def continue_greedily(checkpoint: Checkpoint, prompts: torch.Tensor, tokens: int
         use_cache=True,
         eos_token_id=None,
         pad_token_id=0,
+        stopping_criteria=StoppingCriteriaList([watch]),
         output_logits=True,
         return_dict_in_generate=True,
     )

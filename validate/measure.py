@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch import nn
 
 from calibrate.results import save_tensors
-from calibrate.text import Windows
+from calibrate.text import Windows, digest_of
 from export.artifact import Artifact, Expansion
 from models.checkpoint import Checkpoint
 from models.errors import BadInput
@@ -21,7 +21,9 @@ from validate.divergence import classify, to_dict
 from validate.engines.check import EngineSpec, check_engine
 from validate.greedy import Continuations, continue_greedily, divergences, pieces
 from validate.kernels import TinygemmLinear, W4A8Linear
+from validate.long_context import LongText, compare_long, long_logprobs
 from validate.score import Comparison, compare, final_hidden
+from validate.score import Progress as Part
 from validate.swap import UnsuitedKernelError, kernel_swap
 
 Progress = Callable[[str, int, int], None]
@@ -45,6 +47,7 @@ class Settings:
         gates: bounds by gate; None is no bound.
         dtype: compute dtype of reference and expansion.
         engines: that run the artifact as well, on the same windows, or on all of them when ``engine_windows`` is 0.
+        long: text beyond the model's sliding window; None where it is not wanted, or where there is no such window.
         tokenizer: shows continuations and the tokens at which they part as text; None leaves them as numbers.
     """
 
@@ -55,6 +58,7 @@ class Settings:
     gates: Mapping[str, float | None]
     dtype: torch.dtype
     engines: tuple[EngineSpec, ...] = ()
+    long: LongText | None = None
     tokenizer: Any = field(default=None, compare=False, repr=False)
 
     @property
@@ -71,15 +75,18 @@ class Settings:
             "prompts": self.prompts.tolist(),
             "greedy_tokens": self.greedy_tokens,
             "dtype": str(self.dtype),
+            **({} if self.long is None else {"long": digest_of(self.long.both)}),
         }
 
 
 @dataclass(frozen=True)
 class Reference:
-    """The reference's final hidden states [windows, tokens, hidden] and greedy continuations."""
+    """The reference's final hidden states [windows, tokens, hidden], greedy continuations, and log-likelihoods of the
+    long text as `long_logprobs` gives them, where there is one."""
 
     hidden: torch.Tensor
     continuations: Continuations
+    long: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -90,6 +97,7 @@ class Measurement:
         greedy: continuations identical of how many, and each first divergence with what it is (`divergence.to_dict`).
         engine: the engine's name with its figures, or with the reason why it was ``skipped``.
         engines: of each engine that was to run the artifact, as `check_engine` gives it.
+        long: see `compare_long`; None where there is no long text.
         texts: the prompts, and the reference's and the artifact's continuations as lists of their tokens' strings.
     """
 
@@ -98,6 +106,7 @@ class Measurement:
     engine: dict[str, Any]
     engines: list[dict[str, Any]] = field(default_factory=list)
     texts: dict[str, Any] = field(default_factory=dict)
+    long: dict[str, Any] | None = None
 
     @property
     def whole(self) -> bool:
@@ -111,7 +120,12 @@ class Measurement:
     def from_dict(data: Mapping[str, Any]) -> Measurement:
         """The inverse of ``to_dict``, through JSON."""
         scores = {**data["scores"], "nll": tuple(data["scores"]["nll"])}
-        return Measurement(Comparison(**scores), data["greedy"], data["engine"], data["engines"], data["texts"])
+        return Measurement(**{**data, "scores": Comparison(**scores)})
+
+
+def _parts(progress: Progress, of: str = "") -> Callable[[str], Part]:
+    """Names the long steps of one thing."""
+    return lambda what: lambda done, total: progress(f"{of}{what}", done, total)
 
 
 def measure_reference(checkpoint: Checkpoint, settings: Settings, cache: Path, progress: Progress) -> Reference:
@@ -121,21 +135,25 @@ def measure_reference(checkpoint: Checkpoint, settings: Settings, cache: Path, p
         BadInput: when the reference itself overflows in its compute dtype, so that nothing can be compared with it.
     """
     file = cache / "reference.safetensors"
+    part = _parts(progress)
     if not file.is_file():
-        hidden = final_hidden(
-            checkpoint, settings.windows.ids, settings.dtype, progress=lambda d, t: progress("reference", d, t)
-        )
+        hidden = final_hidden(checkpoint, settings.windows.ids, settings.dtype, progress=part("reference: weights"))
         if not bool(torch.isfinite(hidden).all()):
             dtype = str(settings.dtype).removeprefix("torch.")
             raise BadInput(
                 f"{checkpoint.name}: the reference's hidden states are not finite in {dtype}: set another `model.dtype`"
             )
-        continuations = continue_greedily(checkpoint, settings.prompts, settings.greedy_tokens, settings.dtype)
+        continuations = continue_greedily(
+            checkpoint, settings.prompts, settings.greedy_tokens, settings.dtype, part("reference: greedy")
+        )
         tensors = {"hidden": hidden, "tokens": continuations.tokens, "margins": continuations.margins}
+        if settings.long is not None:
+            tensors["long"] = long_logprobs(checkpoint, settings.long, settings.dtype, part("reference: long context"))
         save_tensors(file, {k: v.contiguous() for k, v in tensors.items()})
     with safe_open(file, "pt") as stored:
         continuations = Continuations(stored.get_tensor("tokens"), stored.get_tensor("margins"))
-        return Reference(stored.get_tensor("hidden"), continuations)
+        long = None if settings.long is None else stored.get_tensor("long")
+        return Reference(stored.get_tensor("hidden"), continuations, long)
 
 
 def measure(
@@ -149,9 +167,12 @@ def measure(
     name = artifact.ledger.target["name"]
     expansion = Expansion(artifact)
     ids = settings.windows.ids
-    hidden = final_hidden(expansion, ids, settings.dtype, progress=lambda d, t: progress(f"{name}: weights", d, t))
-    scores = compare(checkpoint, reference.hidden, expansion, hidden, ids, settings.dtype)
-    continuations = continue_greedily(expansion, settings.prompts, settings.greedy_tokens, settings.dtype)
+    part = _parts(progress, f"{name}: ")
+    hidden = final_hidden(expansion, ids, settings.dtype, progress=part("weights"))
+    scores = compare(checkpoint, reference.hidden, expansion, hidden, ids, settings.dtype, progress=part("logits"))
+    continuations = continue_greedily(
+        expansion, settings.prompts, settings.greedy_tokens, settings.dtype, part("greedy")
+    )
     diverged = divergences(reference.continuations, continuations)
     verdicts = classify(diverged, checkpoint, expansion, settings.prompts, reference.continuations, settings.dtype)
     greedy = {
@@ -160,7 +181,7 @@ def measure(
         "tokens": settings.greedy_tokens,
         "divergences": [to_dict(*pair, settings.tokenizer) for pair in zip(diverged, verdicts, strict=True)],
     }
-    engine = _engine(artifact, expansion, checkpoint, reference, settings, scores, progress)
+    engine = _engine(artifact, expansion, checkpoint, reference, settings, scores, part)
     engines = []
     for spec in settings.engines:
         if artifact.layout.FORMAT not in spec.formats:
@@ -183,7 +204,16 @@ def measure(
         "reference": [pieces(settings.tokenizer, row) for row in reference.continuations.tokens.tolist()],
         "artifact": [pieces(settings.tokenizer, row) for row in continuations.tokens.tolist()],
     }
-    return Measurement(scores, greedy, engine, engines, texts)
+    return Measurement(scores, greedy, engine, engines, texts, _long(expansion, reference, settings, part))
+
+
+def _long(
+    expansion: Expansion, reference: Reference, settings: Settings, part: Callable[[str], Part]
+) -> dict[str, Any] | None:
+    if settings.long is None or reference.long is None:
+        return None
+    found = long_logprobs(expansion, settings.long, settings.dtype, part("long context"))
+    return compare_long(settings.long, reference.long, found)
 
 
 def _engine(
@@ -193,7 +223,7 @@ def _engine(
     reference: Reference,
     settings: Settings,
     scores: Comparison,
-    progress: Progress,
+    part: Callable[[str], Part],
 ) -> dict[str, Any]:
     """Scores the engine's arithmetic; where the kernel cannot take the artifact, says why."""
     name, kernel = ENGINES[str(artifact.config["quant_method"])]
@@ -202,11 +232,12 @@ def _engine(
     chosen = settings.chosen
     ids = settings.windows.ids[chosen]
     swap = kernel_swap(artifact, expansion, kernel, settings.dtype)
-    what = f"{artifact.ledger.target['name']}: engine"
     try:
-        hidden = final_hidden(expansion, ids, settings.dtype, swap, lambda d, t: progress(what, d, t))
+        hidden = final_hidden(expansion, ids, settings.dtype, swap, part("engine"))
         # The head is swapped here, so it may be refused here.
-        engine = compare(checkpoint, reference.hidden[chosen], expansion, hidden, ids, settings.dtype, swap)
+        engine = compare(
+            checkpoint, reference.hidden[chosen], expansion, hidden, ids, settings.dtype, swap, part("engine's logits")
+        )
     except UnsuitedKernelError as error:
         return {"name": name, "skipped": str(error)}
     lost = sum(engine.nll) / len(chosen) - sum(scores.nll[i] for i in chosen) / len(chosen)

@@ -113,6 +113,7 @@ def target_report(artifact: Artifact, measured: Measurement, gates: Mapping[str,
             "greedy": measured.greedy,
             "engine": measured.engine,
             "engines": measured.engines,
+            "long_context": measured.long,
             "gates": [asdict(gate) for gate in evaluate(gates, judged)],
             "notes": artifact.ledger.notes,
             "kept": {
@@ -196,6 +197,8 @@ def _remarks(target: Mapping[str, Any]) -> list[str]:
     lines += [_ran(engine) for engine in target.get("engines", ())]
     if target["greedy"]["divergences"]:
         lines.append(f"greedy: {summary(target['greedy']['divergences'])}")
+    if target["long_context"] is not None:
+        lines.append(_long(target["long_context"]))
     by_reason: dict[str, int] = {}
     for reason in target["kept"].values():
         by_reason[reason] = by_reason.get(reason, 0) + 1
@@ -206,6 +209,16 @@ def _remarks(target: Mapping[str, Any]) -> list[str]:
         elif gate["note"]:
             lines.append(f"gate held: {GateResult(**gate).text}")
     return lines
+
+
+def _long(found: Mapping[str, Any]) -> str:
+    quarters = ", ".join(figure(ratio, 4) for ratio in found["quarters"])
+    needle = found["needle"]
+    return (
+        f"{found['length']} tokens beyond a sliding window of {found['sliding_window']}: ratio by quarter {quarters};"
+        f" a needle {needle['distance']} tokens back is worth {figure(needle['gain'], 3)} nats a token,"
+        f" {figure(needle['reference_gain'], 3)} to the reference"
+    )
 
 
 def _ran(engine: Mapping[str, Any]) -> str:

@@ -119,6 +119,7 @@ def compare(
     windows: torch.Tensor,
     dtype: torch.dtype,
     swap: Swap = no_swap,
+    progress: Progress = no_progress,
 ) -> Comparison:
     """Compares logits window by window, from both models' final hidden states; no table of logits is ever stored.
 
@@ -134,9 +135,11 @@ def compare(
         model_logits = stack.enter_context(ends[1].end())
         stack.enter_context(swapped(ends[1].model, "", swap))
         for index, window in enumerate(windows.split(1)):
+            progress(index, len(windows))
             a = reference_logits(window, reference_hidden[index : index + 1])[0, :-1]
             b = model_logits(window, model_hidden[index : index + 1])[0, :-1]
             sums.add(a, b, window[0, 1:])
+    progress(len(windows), len(windows))
     return sums.comparison()
 
 

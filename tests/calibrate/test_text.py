@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
 from calibrate.text import (
+    NO_BOS,
+    BosPolicy,
+    Leading,
     Text,
     calibration_windows,
     check_vocabulary,
     cut_windows,
     evaluation_windows,
+    leading_tokens,
     load_text,
     tokenise,
+    with_leading,
 )
 from models.errors import BadInput
 from tests.helpers import TEXT, tiny_tokenizer
@@ -153,3 +160,52 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused() -> None:
         BadInput, match=f"^org/model: the tokenizer does not match .* below {largest} .* found {largest}$"
     ):
         check_vocabulary(tiny_tokenizer(), ids, largest, "org/model")
+
+
+def bos_tokenizer() -> Any:
+    """The tiny tokenizer, which puts <s> before a text and <|endoftext|> after it, as some do."""
+    tokenizer = tiny_tokenizer()
+    template = TemplateProcessing(single="<s> $A <|endoftext|>", special_tokens=[("<s>", 0), ("<|endoftext|>", 1)])
+    tokenizer.backend_tokenizer.post_processor = template
+    return tokenizer
+
+
+def test_windows_begin_as_the_tokenizer_begins_a_text() -> None:
+    text = TEXT.read_text(encoding="utf-8")[:20_000]
+    plain, added = leading_tokens(tiny_tokenizer(), "auto"), leading_tokens(bos_tokenizer(), "auto")
+    assert plain.ids == () and plain.bos == f"{NO_BOS} (this tokenizer adds no token before a text)"
+    assert added.ids == (0,) and added.bos.startswith("<s> before every window; ")
+    windows = evaluation_windows(bos_tokenizer(), text, 256, 64, added)
+    assert windows.ids.shape == (4, 64) and windows.ids[:, 0].eq(0).all() and windows.bos == added.bos
+    # The text's own tokens stand behind it, none twice, none lost at a window's end.
+    ids = tokenise(tiny_tokenizer(), text)
+    assert windows.available == len(ids) // 63
+    assert windows.ids[1, 1:].tolist() == ids[windows.available // 4 * 63 :][:63].tolist()
+
+
+def test_the_policy_may_be_set_against_the_tokenizer() -> None:
+    assert leading_tokens(bos_tokenizer(), "never") == Leading((), NO_BOS)
+    assert leading_tokens(bos_tokenizer(), "always").ids == leading_tokens(tiny_tokenizer(), "always").ids == (0,)
+    without = tiny_tokenizer()
+    without.bos_token = None
+    assert leading_tokens(without, "auto").ids == ()
+    with pytest.raises(BadInput, match="bos: always: the tokenizer has no token for the beginning of a text"):
+        leading_tokens(without, "always")
+
+
+def test_a_window_has_room_for_text_behind_its_first_token() -> None:
+    with pytest.raises(BadInput, match="expected windows longer than the 1 tokens before each, found 1"):
+        with_leading(Leading((0,)), torch.arange(100), 2, 1, "greedy prompts")
+
+
+@pytest.mark.parametrize("policy", ["auto", "always"])
+def test_windows_hold_no_padding(policy: BosPolicy) -> None:
+    """The text's tail that fills no window is left out, where padding would be scored."""
+    text = TEXT.read_text(encoding="utf-8")[:5_000]
+    tokenizer = bos_tokenizer()
+    leading = leading_tokens(tokenizer, policy)
+    for length in (7, 64, 1000):
+        total = len(tokenise(tokenizer, text)) // (length - 1)
+        windows = evaluation_windows(tokenizer, text, total * length, length, leading)
+        assert not windows.ids.eq(tokenizer.pad_token_id).any()
+        assert windows.ids[:, 1:].min() > 2 and windows.ids.shape == (total, length)

@@ -223,7 +223,10 @@ def test_another_machines_report_may_be_the_measure(copy: Copy) -> None:
     baseline.write_text((folder / "output" / "report.json").read_text())
     yaml = judged(folder, gates={"no_worse_than": "main.json"})
     assert f"perplexity equal to that of {report(folder)['run']['id']}" in say("run", yaml)
-    for schema, message in ((99, "schema: expected 2 at most, found 99: a newer"), (1, "schema: expected 2, found 1: run it")):
+    for schema, message in (
+        (99, "schema: expected 2 at most, found 99: a newer"),
+        (1, "schema: expected 2, found 1: run it"),
+    ):
         baseline.write_text(json.dumps({**json.loads(baseline.read_text()), "schema": schema}))
         assert f"main.json: {message}" in say("run", yaml, code=2)
     for text in ("{", "[]", "{}", '{"schema": 2}'):
