@@ -28,8 +28,8 @@ test: $(VENV)/installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 # vLLM's torchvision, torchaudio and torchcodec need CUDA libraries. GPTQModel asks for a newer torch, a CUDA build of
-# several gigabytes, and runs on this one; what it needs besides is named after it. onnxruntime-qnn joins with the
-# phone format. edge-convert itself brings its plugin and its loader.
+# several gigabytes, and runs on this one; what it needs besides is named after it. onnxruntime-qnn is Qualcomm's
+# compiler and simulator. edge-convert itself brings its plugin and its loader.
 $(ENGINES)/installed: pyproject.toml Makefile
 	$(PYTHON) -m venv $(ENGINES)
 	$(ENGINES)/bin/python -m pip install --quiet torch==2.13.0
@@ -37,6 +37,7 @@ $(ENGINES)/installed: pyproject.toml Makefile
 	$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(ENGINES)/bin/python -m pip install --quiet --no-deps gptqmodel==7.7.0 accelerate==1.15.0 optimum==2.3.0 device-smi==0.5.7 tokenicer==0.0.14 \
 		logbar==0.4.15 pypcre==0.6.4 threadpoolctl==3.8.0 defuser==0.0.28 torchao==0.18.0
+	$(ENGINES)/bin/python -m pip install --quiet --no-deps onnxruntime-qnn==2.7.0 onnxruntime==1.32.0 flatbuffers==25.12.19
 	$(ENGINES)/bin/python -m pip install --quiet --no-deps --editable .
 	touch $@
 

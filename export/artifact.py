@@ -231,6 +231,20 @@ class Artifact:
         self.dtype: torch.dtype = getattr(torch, self.ledger.dtype)
 
     @property
+    def format(self) -> str:
+        """The layout's name."""
+        return self.layout.FORMAT
+
+    @property
+    def source_config(self) -> dict[str, Any]:
+        """The configuration of the model that it was made from."""
+        return self.ledger.source_config
+
+    @property
+    def weight_files(self) -> list[Path]:
+        return self.files.weight_files
+
+    @property
     def modules(self) -> list[str]:
         """Full names of the stored quantised modules."""
         return list(dict.fromkeys(linear.module for row in self.ledger.tensors for linear in row.linears))

@@ -13,10 +13,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from export.ledger import FILE, Ledger
+from export.phone.artifact import PhoneArtifact
 from export.phone.float_graphs import write_float
 from export.phone.manifest import Manifest
 from export.phone.options import PhoneOptions
 from models.checkpoint import Checkpoint, Folder
+from models.files import sha256
 from models.skeleton import load_model
 from tests.helpers import ROOT, tiny_checkpoint, tokens
 
@@ -55,6 +58,22 @@ class FloatGraphs:
     def text(self, length: int, seed: int = 0) -> np.ndarray:
         """Random ids int64 [length]."""
         return np.asarray(tokens(length, seed=seed))
+
+
+def as_artifact(made: FloatGraphs) -> PhoneArtifact:
+    """The float graphs with a ledger, as engines take them."""
+    ledger = Ledger(
+        source={"name": "source", "files": made.checkpoint.hashes()},
+        target={"name": "phone"},
+        notes=(),
+        tensors=[],
+        skipped_files={},
+        source_config=made.checkpoint.config,
+        dtype="float32",
+    )
+    ledger.files = {path.name: sha256(path) for path in sorted(made.folder.iterdir()) if path.name != FILE}
+    ledger.write(made.folder)
+    return PhoneArtifact(made.folder)
 
 
 Make = Callable[[str], FloatGraphs]

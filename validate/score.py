@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ Progress = Callable[[int, int], None]
 # What stands for "no difference": fp32 logits cannot come this near without being equal, and JSON has no infinity.
 SNR_LIMIT_DB = 200.0
 Swap = Callable[[str], nn.Module | None]
+LogitsOf = Callable[[int], torch.Tensor]
 
 
 def no_swap(module: str) -> nn.Module | None:
@@ -128,17 +129,34 @@ def compare(
         windows: int64 [count, tokens].
         swap: as in `final_hidden`, for the model's head.
     """
+    end = Replay(model, dtype)
+    with end.end() as logits, swapped(end.model, "", swap):
+        return compare_logits(
+            reference,
+            reference_hidden,
+            lambda index: logits(windows[index : index + 1], model_hidden[index : index + 1])[0],
+            windows,
+            dtype,
+            progress,
+        )
+
+
+@torch.no_grad()
+def compare_logits(
+    reference: Checkpoint,
+    reference_hidden: torch.Tensor,
+    logits: LogitsOf,
+    windows: torch.Tensor,
+    dtype: torch.dtype,
+    progress: Progress = no_progress,
+) -> Comparison:
+    """As `compare`, of whatever gives logits [tokens, vocabulary] for the index of a window."""
     sums = _Sums()
-    ends = Replay(reference, dtype), Replay(model, dtype)
-    with ExitStack() as stack:
-        reference_logits = stack.enter_context(ends[0].end())
-        model_logits = stack.enter_context(ends[1].end())
-        stack.enter_context(swapped(ends[1].model, "", swap))
+    with Replay(reference, dtype).end() as reference_logits:
         for index, window in enumerate(windows.split(1)):
             progress(index, len(windows))
             a = reference_logits(window, reference_hidden[index : index + 1])[0, :-1]
-            b = model_logits(window, model_hidden[index : index + 1])[0, :-1]
-            sums.add(a, b, window[0, 1:])
+            sums.add(a, logits(index)[:-1], window[0, 1:])
     progress(len(windows), len(windows))
     return sums.comparison()
 
@@ -196,7 +214,7 @@ class _Sums:
             kl=self.kl / self.tokens,
             top1=self.top1 / self.tokens,
             top5_overlap=self.top5 / self.tokens,
-            snr_db=_decibels(self.signal, self.noise),
+            snr_db=decibels(self.signal, self.noise),
             max_logit_difference=self.largest,
             tokens=self.tokens,
             windows=len(self.reference),
@@ -204,7 +222,8 @@ class _Sums:
         )
 
 
-def _decibels(signal: float, noise: float) -> float:
+def decibels(signal: float, noise: float) -> float:
+    """The ratio of two energies, within ± SNR_LIMIT_DB."""
     if math.isnan(signal) or math.isnan(noise):
         return math.nan
     if not signal or not noise:

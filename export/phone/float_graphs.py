@@ -29,7 +29,7 @@ def write_float(checkpoint: Checkpoint, options: PhoneOptions, folder: Path) -> 
     for graphs, part in zip(export_parts(checkpoint, structure, options), manifest.parts, strict=True):
         save_part(folder, graphs.span, graphs.by_kind, read.of(graphs))
         for kind in GRAPHS:
-            problems += graph_problems(graphs.by_kind[kind], part.graph(kind), options.opset, graphs.norms)
+            problems += graph_problems(graphs.by_kind[kind], part.graph(kind), options.opset, part.norms)
         problems += pair_problems(graphs.prefill, graphs.decode, graphs.span.name)
     if problems:
         raise RuntimeError("\n".join(problems))

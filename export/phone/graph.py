@@ -50,14 +50,12 @@ class PartGraphs:
     Attributes:
         prefill, decode: the graphs; their weights are external tensors without a place yet.
         weights: the initialisers that both graphs share, by name.
-        norms: how many root mean square norms the part's modules have.
     """
 
     span: Span
     prefill: onnx.ModelProto
     decode: onnx.ModelProto
     weights: dict[str, Weight]
-    norms: int
 
     @property
     def by_kind(self) -> dict[str, onnx.ModelProto]:
@@ -107,7 +105,7 @@ def _part(traced: Traced, structure: Structure, span: Span, options: PhoneOption
         names = dict.fromkeys(name for unit in units for name in unit.weights)
         weights = {name: Weight(name, *traced.weight(name)) for name in names}
         graphs[kind] = _graph(units, list(weights.values()), inputs, outputs, options.opset)
-    return PartGraphs(span, graphs["prefill"], graphs["decode"], weights, traced.norms(span))
+    return PartGraphs(span, graphs["prefill"], graphs["decode"], weights)
 
 
 def _units(traced: Traced, structure: Structure, span: Span, kind: str) -> list[Unit]:

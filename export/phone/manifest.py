@@ -60,10 +60,12 @@ class Part:
 
     Attributes:
         layers: the first decoder layer and the one after the last; equal when there is none.
+        norms: root mean square norms in each graph.
     """
 
     data: str
     layers: tuple[int, int]
+    norms: int
     prefill: Graph
     decode: Graph
 
@@ -162,7 +164,7 @@ class Manifest:
 
 def _part(value: Mapping[str, Any]) -> Part:
     first, last = value["layers"]
-    return Part(value["data"], (first, last), _graph(value["prefill"]), _graph(value["decode"]))
+    return Part(value["data"], (first, last), value["norms"], _graph(value["prefill"]), _graph(value["decode"]))
 
 
 def _graph(value: Mapping[str, Any]) -> Graph:

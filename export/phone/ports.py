@@ -106,7 +106,8 @@ def manifest_of(structure: Structure, options: PhoneOptions, mask_value: float) 
     parts = []
     for span in spans(len(structure.layers), options.parts):
         graphs = {kind: Graph(span.file(kind), *ports(structure, span, tokens[kind])) for kind in GRAPHS}
-        parts.append(Part(span.data, (span.start, span.stop), graphs["prefill"], graphs["decode"]))
+        norms = sum(layer.norms for layer in structure.layers[span.start : span.stop]) + int(span.head)
+        parts.append(Part(span.data, (span.start, span.stop), norms, graphs["prefill"], graphs["decode"]))
     return Manifest(
         model_type=structure.model_type,
         vocabulary=structure.vocabulary,

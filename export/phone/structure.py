@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache
 
 from calibrate.replay import Arguments, Recorder
 from export.phone.manifest import CacheType, Rotary
+from export.phone.modules import is_norm
 from models.checkpoint import Checkpoint
 from models.errors import BadInput
 from models.family import Dimensions, Family, family_of
@@ -36,11 +37,13 @@ class Layer:
         type: of its mask, cache and rotary embedding.
         arguments: the keyword arguments beside the hidden states, with the names of places instead of values.
         places: which of them are places.
+        norms: how many root mean square norms it has.
     """
 
     type: str
     arguments: dict[str, Any]
     places: dict[str, Place]
+    norms: int
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,9 @@ def structure_of(checkpoint: Checkpoint, context: int) -> Structure:
         )
     windows = [_window(arguments, checkpoint.name) for _, arguments in recorded]
     types = _types(config, windows)
-    layers = [_layer(types[i], arguments, checkpoint.name) for i, (_, arguments) in enumerate(recorded)]
+    stack = model.get_submodule(family.layers)
+    norms = [sum(is_norm(module) for module in layer.modules()) for layer in stack.children()]
+    layers = [_layer(types[i], recorded[i][1], norms[i], checkpoint.name) for i in range(len(recorded))]
     caches = {types[i]: _cache(windows[i], context) for i in range(len(layers))}
     rotary = {}
     for index, (_, arguments) in enumerate(late):
@@ -162,7 +167,7 @@ def _cache(window: int | None, context: int) -> CacheType:
     return CacheType("ring", window - 1, window)
 
 
-def _layer(type: str, arguments: dict[str, Any], name: str) -> Layer:
+def _layer(type: str, arguments: dict[str, Any], norms: int, name: str) -> Layer:
     places: dict[str, Place] = {}
     values: dict[str, Any] = {}
     for key, value in arguments.items():
@@ -182,7 +187,7 @@ def _layer(type: str, arguments: dict[str, Any], name: str) -> Layer:
     missing = {"mask", "rotary", "cache"} - set(places.values())
     if missing:
         raise BadInput(f"{name}: the model passes its layers no {' and no '.join(sorted(missing))}")
-    return Layer(type, values, places)
+    return Layer(type, values, places, norms)
 
 
 def _rotary_module(model: PreTrainedModel) -> nn.Module:

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from export.phone.manifest import GRAPHS, Port
-from export.phone.modules import ATTENTION, PhoneCache, is_norm, substitute
+from export.phone.modules import ATTENTION, PhoneCache, substitute
 from export.phone.options import PhoneOptions
 from export.phone.ports import Span, ports
 from export.phone.structure import Structure
@@ -46,7 +46,6 @@ class Traced:
     heads: dict[str, Unit]
     transposed: frozenset[str]
     shapes: dict[str, tuple[int, ...]]
-    layer_norms: dict[int, int]
 
     def layer(self, layer: int, kind: str, hidden: str, output: str | None) -> Unit:
         """A layer's unit that reads ``hidden`` and writes ``output`` (None for a name of its own)."""
@@ -67,10 +66,6 @@ class Traced:
         unit = self.heads[kind]
         ends = {unit.inputs[0]: hidden, unit.outputs[0]: "logits"}
         return unit.copy(lambda name: ends.get(name, name))
-
-    def norms(self, span: Span) -> int:
-        """How many root mean square norms a span has."""
-        return sum(self.layer_norms[self.samples[i]] for i in range(span.start, span.stop)) + int(span.head)
 
     def weight(self, name: str) -> tuple[tuple[int, ...], bool]:
         """A weight's shape in the graph, and whether the model stores it the other way round."""
@@ -97,7 +92,6 @@ def trace(checkpoint: Checkpoint, structure: Structure, options: PhoneOptions) -
     for index in range(len(stack)):
         if index not in distinct:
             stack[index] = nn.Identity()
-    norms = {index: sum(is_norm(module) for module in stack[index].modules()) for index in distinct}
     transposed = substitute(model, "", options.gelu == "tanh")
     sections = [
         _Section(kind, name, structure, tokens) for kind, tokens in _tokens(options) for name in _names(distinct)
@@ -123,7 +117,6 @@ def trace(checkpoint: Checkpoint, structure: Structure, options: PhoneOptions) -
         heads={kind: units["head", kind] for kind in GRAPHS},
         transposed=frozenset(transposed),
         shapes=shapes,
-        layer_norms=norms,
     )
 
 

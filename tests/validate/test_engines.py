@@ -113,7 +113,7 @@ def test_an_engine_is_refused_what_it_does_not_load(workshop: Workshop, tmp_path
     with pytest.raises(BadInput, match="engine gptqmodel: runs artifacts of format gptq or awq; this one is tinygemm"):
         run_engine("gptqmodel", PYTHON, job(workshop, tmp_path, format="tinygemm"))
     for engine in ("onnxruntime", "qnn"):
-        with pytest.raises(BadInput, match="format phone, which edge-convert does not write yet; this one is awq"):
+        with pytest.raises(BadInput, match=f"engine {engine}: runs artifacts of format phone; this one is awq"):
             check_format(engine, "awq")
 
 

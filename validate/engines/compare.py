@@ -55,11 +55,23 @@ def positions(
     rows = []
     with end.end() as logits_of, swapped(end.model, "", swap):
         for index, window in enumerate(windows.split(1)):
-            logits = logits_of(window, hidden[index : index + 1])[0, :-1]
-            few = max(1, CHUNK // logits.shape[1])
-            chunks = zip(logits.split(few), window[0, 1:].split(few), strict=True)
-            parts = [_answers(part, targets) for part, targets in chunks]
-            rows.append([torch.cat(column) for column in zip(*parts, strict=True)])
+            rows.append(_of_window(logits_of(window, hidden[index : index + 1])[0], window[0]))
+    return _stacked(rows)
+
+
+def positions_of(logits: torch.Tensor, windows: torch.Tensor) -> Positions:
+    """From logits [windows, tokens, vocabulary] of windows int64 [windows, tokens]."""
+    return _stacked([_of_window(*row) for row in zip(logits, windows, strict=True)])
+
+
+def _of_window(logits: torch.Tensor, window: torch.Tensor) -> list[torch.Tensor]:
+    few = max(1, CHUNK // logits.shape[1])
+    chunks = zip(logits[:-1].split(few), window[1:].split(few), strict=True)
+    parts = [_answers(part, targets) for part, targets in chunks]
+    return [torch.cat(column) for column in zip(*parts, strict=True)]
+
+
+def _stacked(rows: list[list[torch.Tensor]]) -> Positions:
     return Positions(*(torch.stack(column) for column in zip(*rows, strict=True)))
 
 

@@ -1,191 +1,76 @@
-"""A phone artifact in ONNX Runtime, driven by its manifest alone: chunks through prefill, then steps through decode.
-
-It needs numpy, onnxruntime and the manifest, nothing of the model; it is what a phone's own host loop does.
-"""
+"""What ONNX Runtime computes of a phone artifact, through its manifest alone, beside the reference in fp32."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
-import numpy as np
 import onnxruntime
+import torch
 
-from export.phone.manifest import Graph, Manifest, Port
+from export.phone.artifact import PhoneArtifact
+from models.checkpoint import Checkpoint
+from validate.engines.run import STEPS
+from validate.engines.workers.phone_host import Host
+from validate.score import Comparison, Progress, compare_logits, final_hidden, no_progress
 
-# (graph file) -> a session; another backend brings its own.
-OpenSession = Callable[[Path], onnxruntime.InferenceSession]
-# Positions below zero: a slot without an entry.
-EMPTY = -1
-
-
-def cpu_session(path: Path, threads: int = 1) -> onnxruntime.InferenceSession:
-    """On the CPU, the graph as it is: ONNX Runtime's optimisations merge dequantisers into other kernels, which
-    changes the numbers by more than a quantisation does."""
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-    # Spinning threads take the cores that they wait for.
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    options.log_severity_level = 3
-    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+NAME = "ONNX Runtime on the CPU, its optimisations off"
 
 
-@dataclass
-class _LayerCache:
-    """One layer's past entries, as its graphs take them: keys [1, kv_heads, head_dim, slots], values
-    [1, kv_heads, slots, head_dim], in the ports' dtype."""
-
-    key: np.ndarray
-    value: np.ndarray
+def steps_of(tokens: int, wanted: int = STEPS) -> int:
+    """Of a window's tokens, how many go through decode: at least one goes through prefill."""
+    return min(wanted, tokens - 1)
 
 
-class Host:
-    """A text in progress.
+def host_logits(host: Host, window: torch.Tensor, steps: int = STEPS) -> torch.Tensor:
+    """Logits fp32 [tokens, vocabulary] of a window int64 [tokens]: chunks through prefill, the last tokens in steps."""
+    return torch.from_numpy(host.score(window.numpy(), steps_of(len(window), steps)))
+
+
+def compare_host(
+    artifact: PhoneArtifact, checkpoint: Checkpoint, windows: torch.Tensor, progress: Progress = no_progress
+) -> Comparison:
+    """What the graphs lose against the reference checkpoint, which computes in fp32: another dtype's rounding would be
+    most of the difference."""
+    hidden = final_hidden(checkpoint, windows, torch.float32)
+    host = Host(artifact.folder)
+    return compare_logits(
+        checkpoint, hidden, lambda index: host_logits(host, windows[index]), windows, torch.float32, progress
+    )
+
+
+def continue_in_host(artifact: PhoneArtifact, prompts: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Greedy continuations int64 [prompts, tokens] of prompts int64 [prompts, length]."""
+    host = Host(artifact.folder)
+    return torch.tensor([host.continue_greedily(prompt.numpy(), tokens) for prompt in prompts])
+
+
+def measure_host(
+    artifact: PhoneArtifact,
+    checkpoint: Checkpoint,
+    windows: torch.Tensor,
+    prompts: torch.Tensor,
+    continuations: torch.Tensor,
+    progress: Progress = no_progress,
+) -> dict[str, Any]:
+    """The engine's entry in the report.
 
     Args:
-        folder: of the artifact.
-        open_session: how graphs are run.
+        windows: int64 [windows, tokens].
+        prompts, continuations: int64 [prompts, length], and the reference's continuations.
     """
-
-    def __init__(self, folder: Path, open_session: OpenSession = cpu_session) -> None:
-        self.manifest = Manifest.read(folder)
-        self._sessions = {
-            kind: [open_session(folder / part.graph(kind).file) for part in self.manifest.parts]
-            for kind in ("prefill", "decode")
-        }
-        self.reset()
-
-    def reset(self) -> None:
-        """Forgets the text."""
-        self.position = 0
-        manifest = self.manifest
-        self._held = {type: np.full(cache.slots, EMPTY, dtype=np.int64) for type, cache in manifest.caches.items()}
-        self._caches: dict[int, _LayerCache] = {}
-        for part in manifest.parts:
-            past: dict[int, dict[str, np.ndarray]] = {}
-            for port in part.decode.inputs:
-                if port.layer is not None:
-                    past.setdefault(port.layer, {})[port.role] = np.full(
-                        port.shape, port.zero_point or 0, dtype=port.dtype
-                    )
-            for layer, entries in past.items():
-                self._caches[layer] = _LayerCache(entries["past_key"], entries["past_value"])
-
-    def prefill(self, tokens: np.ndarray) -> np.ndarray:
-        """Takes int [n] more tokens in chunks; returns their logits, fp32 [n, vocabulary].
-
-        Raises:
-            ValueError: when the context is too short for them.
-        """
-        size = self.manifest.prefill
-        chunks = [self._run("prefill", tokens[start : start + size]) for start in range(0, len(tokens), size)]
-        return np.concatenate(chunks)
-
-    def decode(self, token: int) -> np.ndarray:
-        """Takes one more token; returns its logits, fp32 [vocabulary]. Raises ValueError as `prefill` does."""
-        logits: np.ndarray = self._run("decode", np.array([token]))[0]
-        return logits
-
-    def score(self, tokens: np.ndarray, decoded: int) -> np.ndarray:
-        """Logits fp32 [n, vocabulary] of a text int [n] from its beginning, the last ``decoded`` tokens in steps."""
-        self.reset()
-        first = len(tokens) - decoded
-        logits = [self.prefill(tokens[:first])] if first else []
-        return np.concatenate([*logits, *(self.decode(int(token))[None] for token in tokens[first:])])
-
-    def continue_greedily(self, prompt: np.ndarray, count: int) -> list[int]:
-        """The likeliest next tokens, one after another."""
-        self.reset()
-        found = [int(self.prefill(prompt)[-1].argmax())]
-        while len(found) < count:
-            found.append(int(self.decode(found[-1]).argmax()))
-        return found
-
-    def _run(self, kind: str, tokens: np.ndarray) -> np.ndarray:
-        """Logits [n, vocabulary] of at most as many tokens as the graph takes; keeps the new cache entries."""
-        manifest = self.manifest
-        size, count = manifest.tokens(kind), len(tokens)
-        if self.position + count > manifest.context:
-            raise ValueError(f"{self.position + count} tokens; the context holds {manifest.context}")
-        ids = np.zeros((1, size), dtype=np.int32)
-        ids[0, :count] = tokens
-        positions = self.position + np.arange(size)
-        given = {"input_ids": ids} | self._by_type(positions)
-        state: np.ndarray = ids
-        new: dict[int, dict[str, np.ndarray]] = {}
-        for part, session in zip(manifest.parts, self._sessions[kind], strict=True):
-            graph = part.graph(kind)
-            results = session.run(None, dict(self._feeds(graph, given, state)))
-            for port, value in zip(graph.outputs, results, strict=True):
-                if port.layer is None:
-                    state = to_real(port, value)
-                else:
-                    new.setdefault(port.layer, {})[port.role] = value
-        for layer, entries in new.items():
-            self._keep(layer, entries, positions[:count])
-        for type, held in self._held.items():
-            kept = positions[:count][-manifest.caches[type].slots :]
-            held[kept % len(held)] = kept
-        self.position += count
-        return state[0, :count]
-
-    def _by_type(self, positions: np.ndarray) -> dict[str, np.ndarray]:
-        """Masks and rotary inputs by role and layer type."""
-        manifest = self.manifest
-        values: dict[str, np.ndarray] = {}
-        for type, cache in manifest.caches.items():
-            others = np.concatenate([self._held[type], positions])
-            distance = positions[:, None] - others[None]
-            seen = (others[None] != EMPTY) & (distance >= 0)
-            if cache.window is not None:
-                seen &= distance < cache.window
-            values[f"mask {type}"] = np.where(seen, 0, manifest.mask_value).astype(np.float32)[None, None]
-        for type, rotary in manifest.rotary.items():
-            frequencies = np.array(rotary.inverse_frequencies, dtype=np.float32)
-            angles = positions[:, None].astype(np.float32) * frequencies[None]
-            angles = np.concatenate([angles, angles], axis=-1)[None]
-            scaling = np.float32(rotary.scaling)
-            values[f"cos {type}"], values[f"sin {type}"] = np.cos(angles) * scaling, np.sin(angles) * scaling
-        return values
-
-    def _feeds(
-        self, graph: Graph, given: Mapping[str, np.ndarray], state: np.ndarray
-    ) -> Iterator[tuple[str, np.ndarray]]:
-        for port in graph.inputs:
-            if port.role == "past_key" and port.layer is not None:
-                yield port.name, self._caches[port.layer].key
-            elif port.role == "past_value" and port.layer is not None:
-                yield port.name, self._caches[port.layer].value
-            elif port.role == "hidden":
-                yield port.name, from_real(port, state)
-            elif port.role == "input_ids":
-                yield port.name, given["input_ids"]
-            else:
-                yield port.name, from_real(port, given[f"{port.role} {port.layer_type}"])
-
-    def _keep(self, layer: int, entries: Mapping[str, np.ndarray], positions: np.ndarray) -> None:
-        """Puts the new entries of real tokens in their slots; of more than a ring holds, the last."""
-        cache = self._caches[layer]
-        slots = cache.value.shape[2]
-        last = np.arange(len(positions))[-slots:]
-        where = positions[last] % slots
-        cache.key[..., where] = entries["new_key"][..., last]
-        cache.value[:, :, where] = entries["new_value"][:, :, last]
-
-
-def from_real(port: Port, value: np.ndarray) -> np.ndarray:
-    """Real numbers as a port takes them."""
-    if port.scale is None:
-        return value.astype(port.dtype)
-    limits = np.iinfo(port.dtype)
-    codes = np.rint(value / np.float32(port.scale)) + (port.zero_point or 0)
-    return np.clip(codes, limits.min, limits.max).astype(port.dtype)
-
-
-def to_real(port: Port, value: np.ndarray) -> np.ndarray:
-    """A port's numbers as real ones, fp32."""
-    if port.scale is None:
-        return value.astype(np.float32)
-    return (value.astype(np.float32) - (port.zero_point or 0)) * np.float32(port.scale)
+    scores = compare_host(artifact, checkpoint, windows, progress)
+    greedy = continue_in_host(artifact, prompts, continuations.shape[1])
+    return {
+        "name": NAME,
+        "version": str(onnxruntime.__version__),
+        "against": "the reference in float32",
+        "perplexity": scores.perplexity,
+        "perplexity_ratio": scores.perplexity_ratio,
+        "perplexity_ratio_se": scores.perplexity_ratio_se,
+        "kl": scores.kl,
+        "top1": scores.top1,
+        "snr_db": scores.snr_db,
+        "tokens": scores.tokens,
+        "nll": scores.nll,
+        "greedy": {"identical": int((greedy == continuations).all(dim=1).sum()), "of": len(prompts)},
+    }

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import load_file
 
-from export.artifact import Artifact
+from export.opened import AnyArtifact
 from models.errors import BadInput, EnvironmentProblem
 
 W4A8 = Literal["auto", "on", "off"]
@@ -33,6 +33,8 @@ for name in sys.argv[1:]:
     except importlib.metadata.PackageNotFoundError:
         pass
 """
+# Of a window's tokens, the last so many go through a phone artifact's decode graph.
+STEPS = 8
 # What would lead the engine's interpreter to packages of ours.
 FOREIGN = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 
@@ -82,8 +84,15 @@ ENGINES: Mapping[str, Engine] = {
         install="`pip install transformers accelerate` (for gptq and awq also gptqmodel, and optimum for gptq)",
         environment={"GPTQMODEL_CPU_WORKERS": str(max(1, min(4, os.cpu_count() or 1)))},
     ),
-    "onnxruntime": Engine(formats=("phone",)),
-    "qnn": Engine(formats=("phone",)),
+    "onnxruntime": Engine(
+        formats=("phone",), distributions=("onnxruntime",), install="`pip install onnxruntime numpy torch safetensors`"
+    ),
+    "qnn": Engine(
+        formats=("phone",),
+        distributions=("onnxruntime-qnn",),
+        install="`make engines` in the repository, or in an environment with torch and safetensors"
+        " `pip install onnxruntime-qnn==2.7.0`",
+    ),
 }
 
 
@@ -96,14 +105,18 @@ class Job:
         prompts: int64 [prompts, length], continued greedily by ``greedy_tokens`` tokens; 0 for none.
         w4a8: vLLM's kernel with 8-bit activations: where the machine has AMX (``auto``), always or never.
         emulate_w4a8: puts our emulation in that kernel's place inside vLLM.
+        steps: of a window's tokens, how many go through a phone artifact's decode graph.
+        keep_logits: brings the logits of the windows back, from engines of phone artifacts.
     """
 
-    artifact: Artifact
+    artifact: AnyArtifact
     windows: torch.Tensor
     prompts: torch.Tensor
     greedy_tokens: int
     w4a8: W4A8 = "auto"
     emulate_w4a8: bool = False
+    steps: int = STEPS
+    keep_logits: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """As the worker reads it."""
@@ -115,6 +128,8 @@ class Job:
             "greedy_tokens": self.greedy_tokens,
             "w4a8": self.w4a8,
             "emulate_w4a8": str(ROOT) if self.emulate_w4a8 else None,
+            "steps": self.steps,
+            "keep_logits": self.keep_logits,
         }
 
 
@@ -128,6 +143,7 @@ class Result:
         logprobs: fp32 [windows, tokens - 1] of the actual tokens, from each window's second on.
         top1, top1_logprobs: the most likely token there.
         greedy: int64 [prompts, greedy_tokens], or None.
+        logits: fp32 [windows, tokens, vocabulary], or None.
     """
 
     version: str
@@ -136,6 +152,7 @@ class Result:
     top1: torch.Tensor
     top1_logprobs: torch.Tensor
     greedy: torch.Tensor | None
+    logits: torch.Tensor | None = None
 
     @property
     def w4a8(self) -> bool:
@@ -147,9 +164,7 @@ def check_format(engine: str, format: str) -> None:
     """Raises BadInput when the engine does not load that format."""
     formats = ENGINES[engine].formats
     if format not in formats:
-        later = ", which edge-convert does not write yet" if formats == ("phone",) else ""
-        known = " or ".join(formats) + later
-        raise BadInput(f"engine {engine}: runs artifacts of format {known}; this one is {format}")
+        raise BadInput(f"engine {engine}: runs artifacts of format {' or '.join(formats)}; this one is {format}")
 
 
 def installed_version(engine: str, python: Path) -> str:
@@ -200,7 +215,7 @@ def run_jobs(
     """
     known = ENGINES[engine]
     for job in jobs:
-        check_format(engine, job.artifact.layout.FORMAT)
+        check_format(engine, job.artifact.format)
         job.artifact.check()
     version = installed_version(engine, python)
     with tempfile.TemporaryDirectory(prefix="convert-engine-") as scratch:
@@ -233,9 +248,8 @@ def _outcome(who: str, job: Job, path: Path) -> Result | BadInput:
     summary = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
     if "error" in summary:
         return BadInput(f"{job.artifact.folder}: {who} does not run it: {summary['error']}")
-    tensors = load_file(path.with_suffix(".safetensors"))
-    greedy = tensors.pop("greedy", None)
-    return Result(version=summary["version"], kernels=summary["kernels"], greedy=greedy, **tensors)
+    tensors = {"greedy": None, **load_file(path.with_suffix(".safetensors"))}
+    return Result(version=summary["version"], kernels=summary["kernels"], **tensors)
 
 
 def _death(who: str, job: Job, index: int, code: int, output: Path) -> str:

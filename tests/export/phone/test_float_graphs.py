@@ -18,7 +18,7 @@ from export.phone.structure import structure_of
 from models.errors import BadInput
 from tests.phone import CASES, OPTIONS, Make, source
 from tests.runs import content
-from validate.engines.onnxruntime import Host
+from validate.engines.workers.phone_host import Host
 
 TOLERANCE = 1e-4
 

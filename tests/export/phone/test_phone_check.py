@@ -128,7 +128,7 @@ def test_an_older_opset_really_takes_the_norm_apart(tmp_path: Path) -> None:
     manifest = manifest_of(structure, options, -100)
     # The head alone: its one norm is enough.
     exported = export_part(checkpoint, structure, spans(1, 3)[2], options)
-    found = graph_problems(exported.prefill, manifest.parts[2].prefill, 21, exported.norms)
+    found = graph_problems(exported.prefill, manifest.parts[2].prefill, 21, manifest.parts[2].norms)
     assert any("expected 1 RMSNormalization operators, found 0" in problem for problem in found), found
 
 

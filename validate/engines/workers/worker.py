@@ -28,6 +28,9 @@ class Session(Protocol):
     def score(self, window: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Of the tokens int64 [tokens] from the second on: fp32 log-probabilities, and the likeliest ids and theirs."""
 
+    def logits(self) -> torch.Tensor:
+        """fp32 [tokens, vocabulary] of the tokens scored last; only of engines whose job may ask to keep them."""
+
     def continue_greedily(self, prompts: torch.Tensor, tokens: int) -> torch.Tensor:
         """int64 [prompts, tokens]: greedy continuations of int64 [prompts, length]; end of text is not special."""
 
@@ -42,11 +45,17 @@ def run_job(module: Any, job: dict[str, Any]) -> tuple[dict[str, Any], dict[str,
     """Loads one artifact, scores the windows, continues the prompts, frees it."""
     session: Session = module.open_session(job)
     try:
-        scored = [session.score(torch.tensor(window)) for window in job["windows"]]
+        scored, logits = [], []
+        for window in job["windows"]:
+            scored.append(session.score(torch.tensor(window)))
+            if job["keep_logits"]:
+                logits.append(session.logits())
         tensors = {
             name: torch.stack(rows).contiguous()
             for name, rows in zip(("logprobs", "top1", "top1_logprobs"), zip(*scored, strict=True), strict=True)
         }
+        if logits:
+            tensors["logits"] = torch.stack(logits)
         if job["greedy_tokens"]:
             tensors["greedy"] = session.continue_greedily(torch.tensor(job["prompts"]), job["greedy_tokens"])
         return {"version": module.version(), "kernels": session.kernels()}, tensors
