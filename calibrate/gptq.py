@@ -6,9 +6,11 @@ The groups' scales and zeros are chosen first, so that channels may be visited i
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from calibrate.grid import LEVELS, MIDDLE, Grid, Quantized
+from calibrate.grid import Grid, Quantized
 from calibrate.hessian import Factor
 from calibrate.search import search
 
@@ -24,8 +26,7 @@ def gptq(weight: torch.Tensor, grid: Grid, factor: Factor) -> Quantized:
         factor: of the inputs' Hessian.
     """
     parameters = search(weight, grid, factor.weights)
-    codes = compensate(weight, parameters, factor)
-    return Quantized(codes, parameters.scales, parameters.zeros, parameters.zero_points)
+    return replace(parameters, codes=compensate(weight, parameters, factor))
 
 
 def compensate(weight: torch.Tensor, parameters: Quantized, factor: Factor, block: int = BLOCK) -> torch.Tensor:
@@ -46,9 +47,9 @@ def compensate(weight: torch.Tensor, parameters: Quantized, factor: Factor, bloc
         feedback = factor.feedback[start:stop, start:stop]
         for i, target in enumerate(targets):
             group = group_of[start + i]
-            scale, middle = scales[group], MIDDLE if points is None else points[group]
+            scale, middle = scales[group], parameters.middle if points is None else points[group]
             shifted = target if zeros is None else target - zeros[group]
-            code = (shifted / scale).round_().add_(middle).clamp_(0, LEVELS - 1)
+            code = (shifted / scale).round_().add_(middle).clamp_(parameters.lowest, parameters.highest)
             codes[start + i] = code
             value = (code - middle).mul_(scale)
             if zeros is not None:

@@ -8,11 +8,11 @@ and taken only where the error falls all the same), then each of the group's cod
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from calibrate.grid import LEVELS, MIDDLE, Quantized
+from calibrate.grid import Quantized
 from calibrate.hessian import damped
 
 SWEEPS = 6
@@ -68,7 +68,7 @@ class _State:
     @staticmethod
     def of(weight: torch.Tensor, q: Quantized, hessian: torch.Tensor) -> _State:
         scales = q.scales.float().t().contiguous()
-        points = torch.full_like(scales, MIDDLE) if q.zero_points is None else q.zero_points.float().t().contiguous()
+        points = torch.full_like(scales, q.middle) if q.zero_points is None else q.zero_points.float().t().contiguous()
         zeros = None if q.zeros is None else q.zeros.float().t().contiguous()
         levels = q.codes.t().float() - points.repeat_interleave(q.group_size, 0)
         errors = (weight.float() - q.dequantize(torch.float32)).t().contiguous()
@@ -81,7 +81,7 @@ class _State:
         q = self.start
         codes = (self.levels + self.points.repeat_interleave(q.group_size, 0)).to(torch.uint8).t().contiguous()
         zeros = None if self.zeros is None else self.zeros.t().to(q.scales.dtype).contiguous()
-        return Quantized(codes, self.scales.t().to(q.scales.dtype).contiguous(), zeros, q.zero_points)
+        return replace(q, codes=codes, scales=self.scales.t().to(q.scales.dtype).contiguous(), zeros=zeros)
 
     def _rows(self, group: int) -> slice:
         size = self.start.group_size
@@ -135,7 +135,7 @@ class _State:
         feedback = inside / inside.diagonal()
         moves = self.gradient / inside.diagonal()[:, None]
         scale = self.scales[group]
-        low, high = -self.points[group], LEVELS - 1 - self.points[group]
+        low, high = self.start.lowest - self.points[group], self.start.highest - self.points[group]
         levels, errors = self.levels[rows], self.errors[rows]
         for i, move in enumerate(moves):
             new = torch.minimum(torch.maximum((levels[i] + move / scale).round_(), low), high)

@@ -81,7 +81,8 @@ class Results:
         }
         tensors |= {f"{CHANGED}{name}": value.contiguous() for name, value in layer.tensors.items()}
         # Sorted, so that a layer's bytes depend on what was found and not on the order in which it was.
-        words = {"errors": layer.errors, "fallbacks": layer.fallbacks, "reasons": layer.reasons}
+        bits = {name: quantized.bits for name, quantized in layer.linears.items()}
+        words = {"bits": bits, "errors": layer.errors, "fallbacks": layer.fallbacks, "reasons": layer.reasons}
         save_tensors(self._layer(index), tensors, {"found": json.dumps(words, sort_keys=True)})
         self.drop_hidden(index)
 
@@ -91,8 +92,10 @@ class Results:
             words = _words(file)
             keys = set(file.keys())
             linears = {
-                name: Quantized(**{f: file.get_tensor(f"{name}.{f}") for f in FIELDS if f"{name}.{f}" in keys})
-                for name in words["errors"]
+                name: Quantized(
+                    **{f: file.get_tensor(f"{name}.{f}") for f in FIELDS if f"{name}.{f}" in keys}, bits=bits
+                )
+                for name, bits in words.pop("bits").items()
             }
             tensors = {name: file.get_tensor(f"{CHANGED}{name}") for name in words["reasons"]}
         return QuantizedLayer(linears, **words, tensors=tensors)

@@ -6,12 +6,14 @@ of a linear's output is to first order ``sum_k E[x_k^2] (w_k - w'_k)^2``, so cha
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from calibrate.grid import LEVELS, MIDDLE, Grid, Quantized, encode, grouped, range_parameters, with_codes
+from calibrate.grid import PHONE_BITS, Grid, Quantized, grouped, range_parameters, with_codes
 
 # Symmetric: from two fifths of the max-abs grid (outliers clipped hard) to a tenth above it, each with both signs: a
-# negative scale lets -8, the longer side, face the positive extreme.
+# negative scale lets -8, the longer side, face the positive extreme (with 8 bits both sides are as long).
 SYMMETRIC_FACTORS = torch.linspace(0.40, 1.10, 36)
 # Asymmetric: each end of the range shrinks on its own: 9 x 9 candidates.
 END_FACTORS = torch.linspace(0.5, 1.0, 9)
@@ -46,7 +48,7 @@ def search(weight: torch.Tensor, grid: Grid, moments: torch.Tensor | None = None
     scales = torch.cat([p.scales for p in parts])
     zeros = torch.cat([p.zeros for p in parts if p.zeros is not None]) if grid.zero == "float" else None
     points = torch.cat([p.zero_points for p in parts if p.zero_points is not None]) if grid.zero == "integer" else None
-    return Quantized(torch.cat([p.codes for p in parts]), scales, zeros, points)
+    return Quantized(torch.cat([p.codes for p in parts]), scales, zeros, points, grid.bits)
 
 
 def error(weight: torch.Tensor, quantized: Quantized, second: torch.Tensor | None = None) -> float:
@@ -80,7 +82,9 @@ def _ends(weight: torch.Tensor, grid: Grid) -> tuple[torch.Tensor, torch.Tensor]
 def _candidates(low: torch.Tensor, high: torch.Tensor, grid: Grid) -> list[Quantized]:
     if grid.symmetric:
         positive = [range_parameters(low * f, high * f, grid) for f in SYMMETRIC_FACTORS]
-        return positive + [Quantized(q.codes, -q.scales) for q in positive]
+        if grid.bits == PHONE_BITS:
+            return positive
+        return positive + [replace(q, scales=-q.scales) for q in positive]
     # Around the middle, so that a range that does not straddle zero shrinks from both ends too.
     middle = low / 2 + high / 2
     lows = [middle + (low - middle) * f for f in END_FACTORS]
@@ -99,8 +103,8 @@ def _search_rows(weight: torch.Tensor, grid: Grid, moments: torch.Tensor | None)
     candidates: list[Quantized | None] = [*_candidates(low, high, grid), *[None] * FITS]
     for candidate in candidates:
         if candidate is None:
-            codes = encode(weight, Quantized(best.codes, scales, zeros, points), grid.group_size)
-            candidate = _fit(w, Quantized(codes, scales, zeros, points), h)
+            found = replace(best, scales=scales, zeros=zeros, zero_points=points)
+            candidate = _fit(w, with_codes(weight, found, grid.group_size), h)
         loss = _loss(w, candidate, h)
         better = loss < least
         least = torch.where(better, loss, least)
@@ -109,24 +113,25 @@ def _search_rows(weight: torch.Tensor, grid: Grid, moments: torch.Tensor | None)
             zeros = torch.where(better, candidate.zeros, zeros)
         if points is not None and candidate.zero_points is not None:
             points = torch.where(better, candidate.zero_points, points)
-    return with_codes(weight, Quantized(best.codes, scales, zeros, points), grid.group_size)
+    found = replace(best, scales=scales, zeros=zeros, zero_points=points)
+    return with_codes(weight, found, grid.group_size)
 
 
 def _fit(w: torch.Tensor, q: Quantized, h: torch.Tensor | None) -> Quantized:
     """The scales (and float zeros) of the least weighted squared error for codes as they are; w and h as in `_loss`."""
-    middle: float | torch.Tensor = MIDDLE if q.zero_points is None else q.zero_points.float()[..., None]
+    middle: float | torch.Tensor = q.middle if q.zero_points is None else q.zero_points.float()[..., None]
     levels = grouped(q.codes, w.shape[-1]).float() - middle
     weights = torch.ones_like(w[:1, :1]) if h is None else h
     weighted = levels * weights
     squares, products = (weighted * levels).sum(-1), (weighted * w).sum(-1)
     if q.zeros is None:
-        return Quantized(q.codes, _usable(products / squares, q.scales), None, q.zero_points)
+        return replace(q, scales=_usable(products / squares, q.scales))
     total, levels_sum, sums = weights.sum(-1), weighted.sum(-1), (w * weights).sum(-1)
     determinant = squares * total - levels_sum * levels_sum
     scales = _usable((products * total - sums * levels_sum) / determinant, q.scales)
     # The best zero for the scale as it is stored.
     zeros = (sums - scales.float() * levels_sum) / total
-    return Quantized(q.codes, scales, _usable(zeros, q.zeros, smallest=0.0))
+    return replace(q, scales=scales, zeros=_usable(zeros, q.zeros, smallest=0.0))
 
 
 def _usable(values: torch.Tensor, old: torch.Tensor, smallest: float = SMALLEST) -> torch.Tensor:
@@ -138,14 +143,15 @@ def _usable(values: torch.Tensor, old: torch.Tensor, smallest: float = SMALLEST)
 def _loss(w: torch.Tensor, parameters: Quantized, h: torch.Tensor | None) -> torch.Tensor:
     """Weighted squared error per group, [N, groups]; w [N, groups, group_size], h [1, groups, group_size]."""
     scales = parameters.scales.float()[..., None]
+    low, high = parameters.lowest - parameters.middle, parameters.highest - parameters.middle
     if parameters.zeros is not None:
         shifted = w - parameters.zeros.float()[..., None]
-        difference = (shifted / scales).round_().clamp_(-MIDDLE, LEVELS - 1 - MIDDLE).mul_(scales).sub_(shifted)
+        difference = (shifted / scales).round_().clamp_(low, high).mul_(scales).sub_(shifted)
     elif parameters.zero_points is not None:
         points = parameters.zero_points.float()[..., None]
         codes = (w / scales).round_()
-        difference = torch.maximum(torch.minimum(codes, LEVELS - 1 - points), -points).mul_(scales).sub_(w)
+        difference = torch.maximum(torch.minimum(codes, parameters.highest - points), -points).mul_(scales).sub_(w)
     else:
-        difference = (w / scales).round_().clamp_(-MIDDLE, LEVELS - 1 - MIDDLE).mul_(scales).sub_(w)
+        difference = (w / scales).round_().clamp_(low, high).mul_(scales).sub_(w)
     difference.square_()
     return (difference if h is None else difference.mul_(h)).sum(-1)
