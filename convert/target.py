@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
 
 from calibrate.composition import METHODS, composition_problems
+from convert.phone_target import PhoneKeys
 from convert.yaml_lines import (
-    Section,
     Text,
     broken_rule,
     expected,
@@ -21,9 +21,10 @@ from convert.yaml_lines import (
     resolve_path,
     suggestion,
 )
+from export.phone.options import METHODS as PHONE_METHODS
 from models.errors import BadInput
 
-Format = Literal["gptq", "awq", "tinygemm"]
+Format = Literal["gptq", "awq", "tinygemm", "phone"]
 ZeroKind = Literal["none", "float", "integer"]
 HeadPolicy = Literal["quantize", "keep"]
 
@@ -50,10 +51,12 @@ FORMATS: Mapping[str, FormatRules] = {
     "gptq": FormatRules((32, 64, 128, -1), 128, True, "none", "quantize"),
     "awq": FormatRules((32, 64, 128, -1), 64, False, "integer", "keep"),
     "tinygemm": FormatRules((32, 64, 128, 256), 64, False, "float", "keep"),
+    # Fixed: int8 weights with one scale an output channel, head included.
+    "phone": FormatRules((-1,), -1, True, "none", "quantize"),
 }
 
 
-class Target(Section):
+class Target(PhoneKeys):
     """One artifact to write.
 
     A target of format `auto` shows tinygemm's defaults until `resolve` is told the format.
@@ -71,7 +74,6 @@ class Target(Section):
         priority, device: of format auto: what to choose for, and a `convert probe --json` file of the device.
     """
 
-    format: Literal["gptq", "awq", "tinygemm", "auto"]
     name: Annotated[str, Field(default_factory=lambda data: data["format"])]
     group_size: int = Field(default_factory=lambda data: _rules(data["format"]).group_size)
     group_size_policy: Literal["error", "largest-fitting"] = "error"
@@ -150,23 +152,16 @@ class Target(Section):
 
     @field_validator("method")
     @classmethod
-    def _methods_known(cls, method: list[str]) -> list[str]:
+    def _methods_known(cls, method: list[str], info: ValidationInfo) -> list[str]:
+        known = PHONE_METHODS if info.data.get("format") == "phone" else METHODS
         for name in method:
-            if name not in METHODS:
-                raise broken_rule(f"unknown method '{name}'{suggestion(name, METHODS)}")
+            if name not in known:
+                elsewhere = " for format phone" if name in METHODS else ""
+                raise broken_rule(f"unknown method '{name}'{elsewhere}{suggestion(name, known)}")
         problems = composition_problems(method)
         if problems:
             raise broken_rule("; ".join(problems))
         return method
-
-    @field_validator("isa", "priority", "device")
-    @classmethod
-    def _key_used_by_format(cls, value: str | None, info: ValidationInfo) -> str | None:
-        readers = ("tinygemm", "auto") if info.field_name == "isa" else ("auto",)
-        format = info.data.get("format", "auto")
-        if format not in readers:
-            raise broken_rule(f"only for format {' or '.join(readers)}; this target's format is {format}")
-        return value
 
     @field_validator("device")
     @classmethod

@@ -10,6 +10,7 @@ import pytest
 
 from convert.config import load
 from convert.target import Target
+from export.phone.options import PhoneOptions
 from models.errors import BadInput
 
 
@@ -53,6 +54,27 @@ def test_defaults_of_each_format_also_when_auto_comes_to_it(
         )
         assert (target.method, target.group_size_policy, target.qkv, target.isa) == (["search"], "error", None, "auto")
     assert (named.name, resolved.name) == (format, "auto")
+
+
+def test_a_phone_target_has_its_own_keys(tmp_path: Path) -> None:
+    assert only_target(tmp_path, format="phone").phone_options == PhoneOptions()
+    assert only_target(tmp_path, format="auto").resolve("phone").phone_options == PhoneOptions()
+    given = only_target(
+        tmp_path,
+        format="phone",
+        context=256,
+        prefill=32,
+        activations="uint8",
+        embedding="int8",
+        gelu="tanh",
+        split={"parts": 5},
+        i_know=["uint8-activations"],
+    )
+    assert given.phone_options == PhoneOptions(256, 32, "uint8", "int8", "int8", "tanh", 5, 23, ("uint8-activations",))
+    assert only_target(tmp_path, format="phone", split="none").phone_options.parts == 1
+    assert only_target(tmp_path, format="phone", context=64).phone_options.prefill == 64
+    with pytest.raises(BadInput, match="group_size: only for format gptq"):
+        only_target(tmp_path, format="auto", group_size=64).resolve("phone")
 
 
 def test_resolve_keeps_what_the_file_says_and_drops_what_only_auto_reads(tmp_path: Path) -> None:
@@ -106,6 +128,24 @@ def test_resolve_refuses_values_that_do_not_suit_the_format(tmp_path: Path) -> N
         ({"format": "gptq", "lm_head": "drop"}, "lm_head", "expected 'quantize' or 'keep', found 'drop'"),
         ({"format": "gptq", "qkv": "fuse"}, "qkv", "did you mean 'fused'?"),
         ({"format": "gptq", "skip": "lm_head"}, "skip", "expected a list, found 'lm_head'"),
+        ({"format": "gptq", "context": 512}, "context", "only for format phone; this target's format is gptq"),
+        ({"format": "auto", "activations": "uint16"}, "activations", "only for format phone"),
+        ({"format": "awq", "split": "none"}, "split", "only for format phone"),
+        ({"format": "phone", "group_size": 64}, "group_size", "only for format gptq or awq or tinygemm or auto"),
+        ({"format": "phone", "symmetric": True}, "symmetric", "this target's format is phone"),
+        ({"format": "phone", "skip": ["lm_head"]}, "skip", "this target's format is phone"),
+        ({"format": "phone", "isa": "avx2"}, "isa", "only for format tinygemm or auto"),
+        ({"format": "phone", "method": "refine"}, "method", "unknown method 'refine' for format phone"),
+        ({"format": "phone", "context": 64, "prefill": 128}, "prefill", "expected at most context (64), found 128"),
+        ({"format": "phone", "context": 1}, "context", "expected at least 2, found 1"),
+        ({"format": "phone", "activations": "uint8"}, "activations", "measured broken: 8-bit activations gave 5.1 dB"),
+        ({"format": "phone", "activations": "uint8"}, "activations", "all the same: `i_know: [uint8-activations]`"),
+        ({"format": "phone", "i_know": ["uint8_activation"]}, "i_know", "did you mean 'uint8-activations'?"),
+        ({"format": "phone", "weights": "int4"}, "weights", "expected 'int8', found 'int4'"),
+        ({"format": "phone", "split": "some"}, "split", "expected none, or {parts: N}, found 'some'"),
+        ({"format": "phone", "split": {"parts": 2}}, "split.parts", "expected at least 3, found 2"),
+        ({"format": "phone", "split": {"part": 4}}, "split.part", "unknown key; did you mean 'parts'?"),
+        ({"format": "phone", "opset": 21}, "opset", "expected 23, found 21: before 23 the norm is taken apart"),
     ],
 )
 def test_a_target_that_breaks_a_rule_is_refused_with_the_reason(
