@@ -25,7 +25,7 @@ import torch
 
 from calibrate.replay import Replay
 from models.checkpoint import Checkpoint
-from validate.greedy import Continuations, Divergence
+from validate.greedy import Continuations, Divergence, divergences
 from validate.score import final_hidden
 
 Kind = Literal["near-tie", "defect"]
@@ -117,6 +117,30 @@ def _logits(checkpoint: Checkpoint, ids: torch.Tensor, positions: list[int]) -> 
         return torch.stack(
             [logits(ids[i : i + 1], hidden[i : i + 1])[0, position].float() for i, position in enumerate(positions)]
         )
+
+
+def parted(
+    reference: Checkpoint,
+    artifact: Checkpoint,
+    prompts: torch.Tensor,
+    continuations: tuple[Continuations, Continuations],
+    dtype: torch.dtype,
+    tokenizer: Any,
+) -> dict[str, Any]:
+    """A report's ``greedy``: how many continuations are identical, of how many, and where and why the others part.
+
+    Args:
+        continuations: the reference's and the artifact's.
+        tokenizer: gives the token strings; None leaves them out.
+    """
+    found = divergences(*continuations)
+    verdicts = classify(found, reference, artifact, prompts, continuations[0], dtype)
+    return {
+        "identical": len(prompts) - len(found),
+        "of": len(prompts),
+        "tokens": continuations[0].tokens.shape[1],
+        "divergences": [to_dict(*pair, tokenizer) for pair in zip(found, verdicts, strict=True)],
+    }
 
 
 def to_dict(divergence: Divergence, verdict: Verdict, tokenizer: Any) -> dict[str, Any]:

@@ -17,9 +17,9 @@ from calibrate.text import Windows, digest_of
 from export.artifact import Artifact, Expansion
 from models.checkpoint import Checkpoint
 from models.errors import BadInput
-from validate.divergence import classify, to_dict
+from validate.divergence import parted
 from validate.engines.check import EngineSpec, check_engine
-from validate.greedy import Continuations, continue_greedily, divergences, pieces
+from validate.greedy import Continuations, continue_greedily, pieces
 from validate.kernels import TinygemmLinear, W4A8Linear
 from validate.long_context import LongText, compare_long, long_logprobs
 from validate.score import Comparison, compare, final_hidden
@@ -173,14 +173,8 @@ def measure(
     continuations = continue_greedily(
         expansion, settings.prompts, settings.greedy_tokens, settings.dtype, part("greedy")
     )
-    diverged = divergences(reference.continuations, continuations)
-    verdicts = classify(diverged, checkpoint, expansion, settings.prompts, reference.continuations, settings.dtype)
-    greedy = {
-        "identical": len(settings.prompts) - len(diverged),
-        "of": len(settings.prompts),
-        "tokens": settings.greedy_tokens,
-        "divergences": [to_dict(*pair, settings.tokenizer) for pair in zip(diverged, verdicts, strict=True)],
-    }
+    both = reference.continuations, continuations
+    greedy = parted(checkpoint, expansion, settings.prompts, both, settings.dtype, settings.tokenizer)
     engine = _engine(artifact, expansion, checkpoint, reference, settings, scores, part)
     engines = []
     for spec in settings.engines:
