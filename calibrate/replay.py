@@ -113,19 +113,27 @@ class Replay:
     @torch.no_grad()
     def run(self, layer: nn.Module, index: int, hidden: torch.Tensor) -> torch.Tensor:
         """The layer's output for hidden states [batch, tokens, hidden] of a recorded batch shape."""
+        return self.forward(layer, index, hidden)
+
+    def forward(self, layer: nn.Module, index: int, hidden: torch.Tensor) -> torch.Tensor:
+        """As `run`, with gradients where the caller's mode has them."""
         args, kwargs = self._recorded[tuple(hidden.shape[:2])][index]
         output = layer(hidden, *args, **kwargs)
         return output[0] if isinstance(output, tuple) else output
 
     @contextmanager
-    def end(self) -> Iterator[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
+    def end(self, gradients: bool = False) -> Iterator[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
         """Yields ``logits(ids, hidden)``: the real end of the model on the last layer's output.
 
         Embedding, norm and head stay loaded inside the block; the head may be replaced there
-        (``replay.model.set_output_embeddings``).
+        (``replay.model.set_output_embeddings``). What the end does to a token depends on no other, so that tokens
+        may come in batches of any shape.
+
+        Args:
+            gradients: whether they flow through the end, to ``hidden`` and to parameters that ask for them.
         """
         with self._ending():
-            yield lambda ids, hidden: self._finish(self.model, ids, hidden).logits
+            yield lambda ids, hidden: self._finish(self.model, ids, hidden, gradients).logits
 
     @contextmanager
     def before_head(self) -> Iterator[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
@@ -142,11 +150,11 @@ class Replay:
         ):
             yield
 
-    @torch.no_grad()
-    def _finish(self, model: nn.Module, ids: torch.Tensor, hidden: torch.Tensor) -> Any:
+    def _finish(self, model: nn.Module, ids: torch.Tensor, hidden: torch.Tensor, gradients: bool = False) -> Any:
         self.recorders[-1].output = hidden
         try:
-            return model(input_ids=ids, use_cache=False)
+            with torch.set_grad_enabled(gradients):
+                return model(input_ids=ids, use_cache=False)
         finally:
             self._forget()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,9 @@ from models.checkpoint import Checkpoint, Folder, TensorInfo, Writer
 from models.errors import BadInput
 from models.files import atomic_folder, sha256, to_json
 from models.skeleton import is_derived
+
+# Written when the artifact is published, so that no file whose hash the ledger holds changes then.
+CARD = "README.md"
 
 
 def write(
@@ -57,10 +60,20 @@ def write(
         (partial / "config.json").write_bytes(to_json(config))
         for file, content in layout.extra_files(config["quantization_config"]).items():
             (partial / file).write_bytes(to_json(content))
-        for file, path in checkpoint.side_files().items():
-            shutil.copyfile(path, partial / file)
+        sides = checkpoint.side_files()
+        for file, path in sides.items():
+            shutil.copyfile(path, partial / (source_card(sides) if file == CARD else file))
         ledger.files = {path.name: sha256(path) for path in sorted(partial.iterdir())}
         ledger.write(partial)
+
+
+def source_card(files: Container[str]) -> str:
+    """The name that the source's model card has among an artifact's files: README.md is the artifact's own card's."""
+    name = "README.source.md"
+    while name in files:
+        # The source was made in the same way.
+        name = name.replace(".md", ".source.md")
+    return name
 
 
 def _in_order(checkpoint: Checkpoint, plan: TargetPlan) -> list[str]:

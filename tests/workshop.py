@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,7 @@ class Workshop:
         model = self.model(case)
         ledger = Ledger(
             source={"name": case, "files": model.checkpoint.hashes()},
-            target={"name": plan.spec.name},
+            target=asdict(plan.spec),
             notes=plan.notes,
             tensors=[],
             skipped_files=model.checkpoint.skipped_files(),

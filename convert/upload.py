@@ -1,0 +1,151 @@
+"""``convert upload``: validated artifacts to the hub, each whole and with its card, or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from convert.card import Origin, model_card
+from convert.config import Pipeline
+from convert.hub import Package, Place, check_repo_id, connect, publish
+from convert.yaml_lines import suggestion
+from export.artifact import CARD, Artifact
+from export.ledger import FILE as LEDGER
+from models.errors import BadInput, ConvertError, GateFailed
+from models.files import sha256
+from validate.entry import digest
+from validate.gates import failures
+
+TARGET = "{target}"
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """One artifact, ready to go."""
+
+    artifact: Artifact
+    place: Place
+    package: Package
+    card: str
+
+
+def parcels(folders: Sequence[Path], place: Place, origin: Origin) -> list[Parcel]:
+    """Checks artifacts, and writes their cards.
+
+    Args:
+        folders: of artifacts.
+        place: ``{target}`` in its repository stands for an artifact's name.
+
+    Raises:
+        BadInput: for a damaged artifact, one without a validation of these bytes, and for a repository that is none.
+        GateFailed: for an artifact that did not hold a gate.
+    """
+    if len(folders) > 1 and TARGET not in place.repo:
+        names = ", ".join(folder.name for folder in folders)
+        raise BadInput(
+            f"--repo {place.repo}: {len(folders)} artifacts ({names}) need a repository each: put {TARGET} into the"
+            " name, or choose one with --only"
+        )
+    found: list[Parcel] = []
+    problems: list[ConvertError] = []
+    for folder in folders:
+        try:
+            found.append(_parcel(folder, place, origin))
+        except ConvertError as error:
+            problems.append(error)
+    if problems:
+        # A gate that failed is what a job waits for; anything else is a mistake.
+        kind = GateFailed if all(isinstance(error, GateFailed) for error in problems) else BadInput
+        raise kind(dict.fromkeys(problem for error in problems for problem in error.problems))
+    return found
+
+
+def _parcel(folder: Path, place: Place, origin: Origin) -> Parcel:
+    artifact = Artifact(folder)
+    artifact.check()
+    check_validation(artifact)
+    repo = place.repo.replace(TARGET, str(artifact.ledger.target["name"]))
+    check_repo_id(repo)
+    card = str(model_card(artifact, repo, origin))
+    files: dict[str, Path | bytes] = {name: folder / name for name in (*artifact.ledger.files, LEDGER)}
+    files[CARD] = card.encode()
+    # The ledger's own hashes where it has one: a file that changes from now on is seen when it is read back.
+    hashes = dict(artifact.ledger.files)
+    hashes[LEDGER] = sha256(folder / LEDGER)
+    hashes[CARD] = hashlib.sha256(card.encode()).hexdigest()
+    source = str(artifact.ledger.source["name"]).rpartition("/")[2]
+    title = f"{artifact.ledger.target['name']} build of {source}, by edge-convert"
+    return Parcel(
+        artifact, Place(repo, place.revision, place.create, place.private), Package(files, hashes, title), card
+    )
+
+
+def check_validation(artifact: Artifact) -> None:
+    """Raises unless the artifact was validated as it is now, and held its gates.
+
+    Raises:
+        BadInput: when it was never validated, before its bytes changed, or without a result.
+        GateFailed: naming each gate that failed.
+    """
+    folder, ledger = artifact.folder, artifact.ledger
+    again = "validate it with `convert run`"
+    if CARD in ledger.files:
+        raise BadInput(f"{folder}: written by an older edge-convert, with a {CARD} of the source; convert it again")
+    report = (ledger.validation or {}).get("report")
+    if not report:
+        raise BadInput(f"{folder}: was never validated; {again}")
+    if report.get("artifact_sha256") != digest(ledger.files):
+        raise BadInput(f"{folder}: its validation is older than its bytes; {again}")
+    failed = failures(report)
+    if failed:
+        raise GateFailed(f"{folder}: {line}" for line in failed)
+    if report["perplexity"] is None or report["perplexity_ratio"] is None:
+        raise GateFailed(f"{folder}: its perplexity is not finite")
+
+
+def artifact_folders(path: Path, only: Sequence[str]) -> list[Path]:
+    """The artifacts that a path stands for: an artifact's folder, or all targets of a pipeline.
+
+    Raises:
+        BadInput: when there is no artifact, and for a name in ``only`` that is no target.
+    """
+    if path.is_dir():
+        if not (path / LEDGER).is_file():
+            raise BadInput(f"{path}: expected an artifact (a folder with {LEDGER}) or a pipeline.yaml")
+        if only:
+            raise BadInput("--only: goes with a pipeline.yaml")
+        return [path]
+    from convert.config import load
+
+    return target_folders(load(path), only)
+
+
+def target_folders(pipeline: Pipeline, only: Sequence[str]) -> list[Path]:
+    """The folders of a pipeline's targets. Raises BadInput for an unknown name, and for a target without artifact."""
+    names = [target.name for target in pipeline.targets]
+    problems = [f"--only {name}: no such target{suggestion(name, names)}" for name in only if name not in names]
+    folders = [pipeline.output_folder / name for name in names if not only or name in only]
+    problems += [
+        f"{folder}: no artifact; `convert run` makes it" for folder in folders if not (folder / LEDGER).is_file()
+    ]
+    if problems:
+        raise BadInput(problems)
+    return folders
+
+
+def upload(found: Sequence[Parcel], say: Callable[[str], None]) -> list[str]:
+    """Uploads parcels one after another; returns the addresses of their commits.
+
+    Raises:
+        BadInput, EnvironmentProblem: see `hub.publish`; what went before stays where it is.
+    """
+    api = connect()
+    addresses = []
+    for parcel in found:
+        with tempfile.TemporaryDirectory(prefix="convert-") as scratch:
+            addresses.append(publish(api, parcel.place, parcel.package, Path(scratch), say))
+        say(f"{parcel.artifact.ledger.target['name']}: {addresses[-1]}")
+    return addresses

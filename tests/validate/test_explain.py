@@ -1,0 +1,274 @@
+"""Which layer hurts: restoration and attribution against independent computations, and advice that a run accepts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ruamel.yaml import YAML
+
+from calibrate.replay import Replay
+from convert.prepare import to_spec
+from convert.target import Target
+from export.artifact import Expansion
+from export.plan import make_plan
+from models.checkpoint import Checkpoint, Folder
+from models.errors import BadInput
+from models.opened import OpenedModel, open_model
+from tests.helpers import tiny_checkpoint, tokens
+from tests.workshop import Built, Workshop, spec
+from validate.advice import Skip, choose, patterns, to_yaml
+from validate.explain import explain
+from validate.restore import Restoration, restored_kl
+from validate.score import compare, final_hidden
+from validate.sensitivity import attribute
+
+IDS = tokens(6, 32)
+CASES = [
+    ("llama-untied", "gptq", True),
+    ("llama-tied", "gptq", True),
+    ("phi3", "awq", False),
+    ("spark2_5", "tinygemm", True),
+]
+
+
+def quiet(*_: Any) -> None:
+    """Nobody watches."""
+
+
+class Mixed(Checkpoint):
+    """A checkpoint whose tensors may be replaced."""
+
+    def __init__(self, base: Checkpoint, change: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+        self.base, self.change = base, change
+        self.name, self.config, self.tensors = "mixed", base.config, base.tensors
+
+    def read(self, name: str) -> torch.Tensor:
+        return self.change(name, self.base.read(name))
+
+    def side_files(self) -> dict[str, Path]:
+        return {}
+
+    def skipped_files(self) -> dict[str, str]:
+        return {}
+
+    def hashes(self) -> dict[str, str]:
+        return {}
+
+
+def kl(source: Checkpoint, other: Checkpoint, dtype: torch.dtype = torch.bfloat16) -> float:
+    hidden = final_hidden(source, IDS, dtype)
+    return compare(source, hidden, other, final_hidden(other, IDS, dtype), IDS, dtype).kl
+
+
+@pytest.mark.parametrize("case, format, head", CASES)
+def test_restoring_parts_is_what_a_checkpoint_of_both_gives(
+    workshop: Workshop, case: str, format: str, head: bool
+) -> None:
+    built = workshop.built(case, spec(format, quantize_head=head))
+    model, expansion = built.model, Expansion(built.artifact)
+    source = model.checkpoint
+    rows = {x.name: x for x in model.linears}
+    value = rows["model.layers.0.self_attn.v_proj"]
+    down = rows["model.layers.1.mlp.down_proj"]
+
+    def with_layer(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return source.read(name) if name.startswith("model.layers.1.") else tensor
+
+    def with_linears(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        for linear in (value, down):
+            if name == f"{linear.module}.weight":
+                tensor = tensor.clone()
+                tensor[linear.start : linear.stop] = source.read(name)[linear.start : linear.stop]
+        return tensor
+
+    wanted = [
+        Restoration(),
+        Restoration(layers=frozenset([1])),
+        Restoration(linears=frozenset([value.name, down.name])),
+        Restoration(layers=frozenset(range(model.dimensions.layers)), head=True),
+        Restoration(head=True),
+    ]
+    hidden = final_hidden(source, IDS, torch.bfloat16)
+    found = restored_kl(model, expansion, hidden, IDS, wanted, torch.bfloat16, quiet)
+    assert found[0] == pytest.approx(kl(source, expansion), rel=1e-6)
+    assert found[1] == pytest.approx(kl(source, Mixed(expansion, with_layer)), rel=1e-6)
+    assert found[2] == pytest.approx(kl(source, Mixed(expansion, with_linears)), rel=1e-6)
+    assert found[3] == 0
+    assert (found[4] != found[0]) == head
+
+
+@pytest.fixture(scope="module")
+def near(tmp_path_factory: pytest.TempPathFactory) -> tuple[OpenedModel, Mixed]:
+    """A model, and a copy whose matrices differ a little."""
+    model = open_model(Folder(tiny_checkpoint(tmp_path_factory.mktemp("near"), "spark2_5", num_hidden_layers=2)))
+    linears = {f"{linear.module}.weight" for linear in model.linears}
+
+    def change(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(len(name)))
+        return tensor.float() * (1 + 0.01 * noise) if name in linears else tensor.float()
+
+    return model, Mixed(Mixed(model.checkpoint, lambda _, tensor: tensor.float()), change)
+
+
+def test_the_parts_sum_to_the_divergence(near: tuple[OpenedModel, Mixed]) -> None:
+    model, other = near
+    hidden = final_hidden(model.checkpoint, IDS, torch.float32)
+    parts = attribute(model, other, hidden, IDS, torch.float32, quiet)
+    assert set(parts) == {linear.name for linear in model.linears}
+    assert sum(parts.values()) == pytest.approx(kl(model.checkpoint, other, torch.float32), rel=0.02)
+
+
+def test_a_part_is_the_derivative_half_way_along_its_change(near: tuple[OpenedModel, Mixed]) -> None:
+    model, other = near
+    source, hidden = model.checkpoint, final_hidden(model.checkpoint, IDS, torch.float32)
+    parts = attribute(model, other, hidden, IDS, torch.float32, quiet)
+    for name in ("model.layers.0.self_attn.k_proj", "model.layers.1.mlp.down_proj"):
+        linear = next(x for x in model.linears if x.name == name)
+        rows = slice(linear.start, linear.stop)
+
+        def moved(step: float, linear: Any = linear, rows: slice = rows) -> float:
+            def change(tensor_name: str, tensor: torch.Tensor) -> torch.Tensor:
+                first, last = source.read(tensor_name).float(), other.read(tensor_name)
+                tensor = (first + last) / 2
+                if tensor_name == f"{linear.module}.weight":
+                    tensor[rows] += step * (last - first)[rows]
+                return tensor
+
+            return kl(source, Mixed(source, change), torch.float32)
+
+        assert parts[name] == pytest.approx(moved(0.5) - moved(-0.5), rel=0.02)
+
+
+def damaged(built: Built, monkeypatch: pytest.MonkeyPatch, change: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+    """Lets `explain` read other weights than the artifact's."""
+
+    class Damaged(Expansion):
+        def read(self, name: str) -> torch.Tensor:
+            return change(name, super().read(name))
+
+    monkeypatch.setattr("validate.explain.Expansion", Damaged)
+
+
+def test_a_damaged_linear_comes_first_and_the_advice_is_to_leave_it(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = workshop.built("llama-untied", spec("tinygemm"))
+    bad = "model.layers.1.mlp.down_proj"
+
+    def noisy(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name != f"{bad}.weight":
+            return tensor
+        return tensor + 0.3 * tensor.std() * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0))
+
+    damaged(built, monkeypatch, noisy)
+    found = explain(built.model, built.artifact, IDS, 3, 0.0, quiet)
+    assert found["linears"][0]["name"] == bad and found["rewritten"] == []
+    assert min(layer["restored"] for layer in found["layers"]) > 0
+    assert [linear["restored"] is not None for linear in found["linears"] if linear["name"] != "lm_head"][:4] == [
+        *[True] * 3,
+        False,
+    ]
+    (skip,) = [entry for entry in found["advice"] if "skip" in entry["change"]]
+    assert skip["change"] == {"skip": [bad]} and skip["measured"]
+    assert skip["kl"] == pytest.approx(found["linears"][0]["restored"])
+    assert found["check"]["correlation"] > 0.9
+
+
+def test_rewritten_layers_are_compared_as_a_whole_only(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = workshop.built("llama-untied", spec("gptq"))
+
+    def folded(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name == "model.layers.1.input_layernorm.weight":
+            return tensor * 2
+        if name.startswith("model.layers.1.self_attn.") and name[25] in "qkv":
+            return tensor / 2
+        return tensor
+
+    plain = explain(built.model, built.artifact, IDS, 2, 0.1, quiet)
+    damaged(built, monkeypatch, folded)
+    found = explain(built.model, built.artifact, IDS, 2, 0.1, quiet)
+    assert found["rewritten"] == ["model.layers.1"]
+    assert found["layers"][1]["attributed"] is None
+    assert found["layers"][1]["restored"] == pytest.approx(plain["layers"][1]["restored"], rel=0.1)
+    assert not [linear for linear in found["linears"] if linear["name"].startswith("model.layers.1.")]
+
+
+def test_rotated_hidden_states_are_refused(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = workshop.built("llama-untied", spec("gptq"))
+    damaged(built, monkeypatch, lambda name, tensor: tensor.flip(-1) if "embed" in name else tensor)
+    with pytest.raises(BadInput, match=r"model.embed_tokens.weight is not the source's: the method `rotate`"):
+        explain(built.model, built.artifact, IDS, 2, 0.1, quiet)
+
+
+@pytest.mark.parametrize("case, format, head", CASES)
+def test_every_advised_target_can_be_run(workshop: Workshop, case: str, format: str, head: bool) -> None:
+    built = workshop.built(
+        case, spec(format, quantize_head=head, group_size=128, isa="avx2" if format == "tinygemm" else "")
+    )
+    found = explain(built.model, built.artifact, IDS, 1, 3.0, quiet)
+    changes = [entry["change"] for entry in found["advice"]]
+    assert {"method": ["search"]} in changes and {"group_size": 32} in changes
+    for entry in found["advice"]:
+        (written,) = YAML(typ="safe").load(entry["yaml"])["targets"]
+        target = Target.model_validate(written)
+        plan = make_plan(
+            to_spec(target), built.model.checkpoint, built.model.family, built.model.linears, torch.bfloat16
+        )
+        extra = entry["extra_bits_per_weight"]
+        if "skip" not in entry["change"]:
+            assert plan.bits_per_weight - built.plan.bits_per_weight == pytest.approx(extra)
+        else:
+            kept = built.plan.weights - plan.weights
+            bits = 16 * kept + plan.bits_per_weight * plan.weights - built.plan.bits_per_weight * built.plan.weights
+            assert bits / built.plan.weights == pytest.approx(extra)
+
+
+def test_what_costs_nothing_comes_first(workshop: Workshop) -> None:
+    built = workshop.built("llama-untied", spec("gptq"))
+    first = explain(built.model, built.artifact, IDS, 0, 0.1, quiet)["advice"][0]
+    assert first["change"] == {"method": ["search"]} and first["extra_bits_per_weight"] == 0 and not first["measured"]
+    # What rounding costs at all, the better method cannot buy back twice.
+    assert 0 < first["kl"] < kl(built.model.checkpoint, Expansion(built.artifact))
+
+
+candidates = st.lists(st.builds(Skip, st.just(("x",)), st.floats(0.001, 1), st.floats(1, 100)), min_size=1, max_size=20)
+
+
+@given(candidates, st.floats(0, 5), st.integers(1, 100))
+def test_the_budget_holds_for_all_but_a_first_one(found: list[Skip], budget: float, weights: int) -> None:
+    chosen = choose(found, budget, weights)
+    assert chosen[0] == found[0] and all(skip in found for skip in chosen)
+    assert len(chosen) == 1 or sum(skip.extra_bits for skip in chosen) <= budget * weights * (1 + 1e-9)
+
+
+def test_a_whole_layer_is_one_pattern_and_the_head_is_none(workshop: Workshop) -> None:
+    family = workshop.model("llama-tied").family
+    whole = Skip(tuple(f"model.layers.0.{name}" for name in family.linears), 1, 1)
+    some = Skip(("model.layers.11.mlp.down_proj", "lm_head"), 1, 1)
+    assert patterns([whole, some], family) == ["model.layers.0.*", "model.layers.11.mlp.down_proj"]
+
+
+def test_a_yaml_keeps_what_the_target_says(workshop: Workshop) -> None:
+    target = vars(replace(workshop.plan("llama-untied", spec("tinygemm", zero="none")).spec, skip=("mlp.up_proj",)))
+    (written,) = YAML(typ="safe").load(to_yaml(target, ["mlp.down_proj"], group_size=64))["targets"]
+    assert written["symmetric"] is True and "zero" not in written and written["group_size"] == 64
+    assert written["skip"] == ["mlp.up_proj", "mlp.down_proj"] and written["lm_head"] == "quantize"
+
+
+def test_replay_lets_gradients_through_only_where_they_are_asked_for(near: tuple[OpenedModel, Mixed]) -> None:
+    replay = Replay(near[0].checkpoint, torch.float32)
+    (hidden,) = replay.embed([IDS])
+    hidden.requires_grad_(True)
+    with replay.layer(0) as layer:
+        assert replay.forward(layer, 0, hidden).requires_grad and not replay.run(layer, 0, hidden).requires_grad
+    with replay.end() as logits:
+        assert not logits(IDS, hidden).requires_grad
+    with replay.end(gradients=True) as logits:
+        assert logits(IDS, hidden).requires_grad

@@ -1,0 +1,55 @@
+"""The picture of `validate.explain`: what each layer costs, and which of its linears costs it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+
+# Text stays text, and the same numbers give the same file.
+_STYLE = {"svg.fonttype": "none", "svg.hashsalt": "edge-convert", "font.size": 9}
+
+
+def draw(found: Mapping[str, Any], file: Path) -> None:
+    """Draws an explanation into a file whose ending names the kind (.png, .svg, .pdf).
+
+    Raises:
+        ValueError: for an ending that matplotlib does not know.
+    """
+    layers = [row for row in found["layers"]]
+    inside, cells = _cells(found)
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(max(6.0, 0.32 * len(layers) + 3), 6.0), layout="constrained")
+        above, below = figure.subplots(2, 1, gridspec_kw={"height_ratios": (1, 1)})
+        positions = list(range(len(layers)))
+        above.bar(positions, [row["restored"] for row in layers], color="#4477aa", label="restored: measured")
+        attributed = [(i, row["attributed"]) for i, row in enumerate(layers) if row["attributed"] is not None]
+        above.plot(*zip(*attributed, strict=True), "k_", label="attributed") if attributed else None
+        above.set_ylabel("KL, nats per token")
+        above.set_title(
+            f"{found['artifact']}: KL {found['kl']:.4g} over {found['tokens']} tokens; what each layer causes"
+        )
+        above.legend(frameon=False)
+        above.set_xlim(-0.6, len(layers) - 0.4)
+        picture = below.imshow(cells, aspect="auto", cmap="viridis", vmin=0)
+        below.set_yticks(range(len(inside)), inside)
+        below.set_xlabel("decoder layer")
+        figure.colorbar(picture, ax=below, label="attributed KL")
+        metadata = {"Date": None} if file.suffix == ".svg" else {}
+        figure.savefig(file, dpi=150, metadata=metadata)
+
+
+def _cells(found: Mapping[str, Any]) -> tuple[list[str], list[list[float]]]:
+    """Names of a layer's linears, and the attributed parts [linear][layer]; NaN where there is none."""
+    prefixes = {row["name"] + ".": index for index, row in enumerate(found["layers"])}
+    parts: dict[str, dict[int, float]] = {}
+    for row in found["linears"]:
+        prefix = next((prefix for prefix in prefixes if row["name"].startswith(prefix)), None)
+        if prefix is not None:
+            parts.setdefault(row["name"].removeprefix(prefix), {})[prefixes[prefix]] = row["attributed"]
+    inside = sorted(parts)
+    count = len(found["layers"])
+    return inside, [[parts[name].get(layer, float("nan")) for layer in range(count)] for name in inside]
