@@ -23,7 +23,8 @@ from validate.gates import failures
 from validate.history import History
 from validate.measure import Measurement, Reference, Settings, measure, measure_reference
 from validate.place import compare_with_history
-from validate.report import Run, to_report
+from validate.positioning import not_measured, position, version
+from validate.report import Run, plain, to_report
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +120,7 @@ def judge(
     run = Run.begin(job.source["files"], warnings)
     report = to_report(job.prepared.model.checkpoint.name, settings, measured, time.monotonic() - began, run)
     report = compare_with_history(report, past.entries, past.wanted)
+    report["positioning"] = _positions(job, settings)
     for (artifact, _), entry in zip(measured, report["targets"], strict=True):
         _record(artifact, entry, pipeline)
     write_reports(pipeline.output_folder, report, [artifact for artifact, _ in measured], past.entries)
@@ -173,6 +175,26 @@ def _measure_all(
     return measured
 
 
+def _positions(job: Job, settings: Settings) -> list[dict[str, Any]]:
+    """A row for each peer that the pipeline names, measured once for a source, a text and a version of the peer."""
+    config, store = job.prepared.pipeline.validation, job.store
+    rows = []
+    for name in config.positioning if config is not None else ():
+        try:
+            reference_key = {"source": job.source["files"], **settings.key()}
+            stage = store.stage("position", {"reference": reference_key, "peer": version(name)})
+        except EnvironmentProblem as error:
+            rows.append(not_measured(name, error))
+            continue
+        file = stage / "position.json"
+        if not file.is_file():
+            model, cache = job.prepared.model, store.stage("reference", reference_key)
+            reference = measure_reference(model.checkpoint, settings, cache, job.show)
+            replace_file(file, to_json(plain(position(name, model, reference, settings, stage, job.show))))
+        rows.append(json.loads(file.read_text(encoding="utf-8")))
+    return rows
+
+
 def _read(file: Any) -> Measurement:
     return Measurement.from_dict(json.loads(file.read_text(encoding="utf-8")))
 
@@ -181,7 +203,7 @@ def _record(artifact: Artifact, entry: dict[str, Any], pipeline: Pipeline) -> No
     """Puts a target's entry of the report into its ledger, with the text that it was measured on."""
     config = pipeline.validation
     assert config is not None
-    settings = config.model_dump(mode="json", exclude={"gates", "history", "strict"})
+    settings = config.model_dump(mode="json", exclude={"gates", "history", "strict", "positioning"})
     # Relative to the artifact, so that `convert validate` finds the text while both lie where they lie.
     settings["dataset"] = pipeline.portable(config.dataset, artifact.folder)
     validation = {"settings": settings, "report": entry}

@@ -23,6 +23,17 @@ from convert.yaml_lines import (
 
 # Builders that `datasets` ships: their data files are files of this machine, so a missing one is found before any work.
 FILE_BUILDERS = ("text", "json", "csv", "parquet", "arrow")
+# The names of validate.positioning, without its imports; a test compares them.
+Peer = Literal[
+    "llama.cpp:Q4_0",
+    "llama.cpp:Q5_0",
+    "llama.cpp:Q8_0",
+    "llama.cpp:Q4_K_S",
+    "llama.cpp:Q4_K_M",
+    "llama.cpp:Q5_K_S",
+    "llama.cpp:Q5_K_M",
+    "llama.cpp:Q6_K",
+]
 Count = Annotated[int, Field(ge=1)]
 # Windows of one token predict nothing.
 WindowLength = Annotated[int, Field(ge=2)]
@@ -134,6 +145,7 @@ class Validation(Section):
         long_context: windows of four times the model's sliding window to score besides, with a needle in each.
         strict: refuse an evaluation text that is part of the calibration text, instead of warning.
         history: the file that every run adds to; `history.sqlite` in the output folder unless given.
+        positioning: what others make of the same source, measured beside the artifacts.
     """
 
     dataset: Dataset
@@ -147,6 +159,7 @@ class Validation(Section):
     long_context: Annotated[int, Field(ge=0)] = 0
     strict: bool = False
     history: Text | None = None
+    positioning: list[Peer] = []
     gates: Gates = Gates()
 
     @field_validator("tokens", "engine_tokens")

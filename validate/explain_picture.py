@@ -10,7 +10,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 # Text stays text, and the same numbers give the same file.
-_STYLE = {"svg.fonttype": "none", "svg.hashsalt": "edge-convert", "font.size": 9}
+_STYLE: Any = {"svg.fonttype": "none", "svg.hashsalt": "edge-convert", "font.size": 9}
 
 
 def draw(found: Mapping[str, Any], file: Path) -> None:

@@ -153,8 +153,13 @@ def print_table(report: Mapping[str, Any], console: Console) -> None:
     )
     for target in report["targets"]:
         table.add_row(*_row(target))
+    for peer in report.get("positioning", ()):
+        table.add_row(*_peer(peer))
     console.print(table)
     lines = [f"{target['name']}: {line}" for target in report["targets"] for line in _remarks(target)]
+    lines += [
+        f"{row['name']}: not measured: {row['skipped']}" for row in report.get("positioning", ()) if "skipped" in row
+    ]
     for line in [*lines, *(f"warning: {warning}" for warning in report["warnings"])]:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
@@ -171,19 +176,31 @@ def _with_error(value: float | None, error: float | None, digits: int) -> str:
 def _row(target: Mapping[str, Any]) -> list[str]:
     engine, gates = target["engine"], target["gates"]
     failed = len(failures(target))
+    computed = figure(engine["perplexity_ratio"], 4) if "perplexity_ratio" in engine else "not measured"
+    judged = f"{failed} failed" if failed else "passed" if gates else "none"
+    return _figures(target, target["name"], target["format"], computed, judged)
+
+
+def _figures(row: Mapping[str, Any], name: str, format: str, computed: str, judged: str) -> list[str]:
     return [
-        target["name"],
-        target["format"],
-        f"{target['bits_per_weight']:.4g}",
-        _with_error(target["perplexity"], target["perplexity_se"], 3),
-        _with_error(target["perplexity_ratio"], target["perplexity_ratio_se"], 4),
-        figure(engine["perplexity_ratio"], 4) if "perplexity_ratio" in engine else "not measured",
-        figure(target["kl"], 4),
-        figure(target["top1"], 3),
-        figure(target["snr_db"], 1),
-        f"{target['greedy']['identical']}/{target['greedy']['of']}",
-        f"{failed} failed" if failed else "passed" if gates else "none",
+        name,
+        format,
+        f"{row['bits_per_weight']:.4g}",
+        _with_error(row["perplexity"], row["perplexity_se"], 3),
+        _with_error(row["perplexity_ratio"], row["perplexity_ratio_se"], 4),
+        computed,
+        figure(row["kl"], 4),
+        figure(row["top1"], 3),
+        figure(row["snr_db"], 1),
+        f"{row['greedy']['identical']}/{row['greedy']['of']}",
+        judged,
     ]
+
+
+def _peer(row: Mapping[str, Any]) -> list[str]:
+    if "skipped" in row:
+        return [row["name"], "not measured"]
+    return _figures(row, row["name"], "", "", "")
 
 
 def _remarks(target: Mapping[str, Any]) -> list[str]:

@@ -24,6 +24,7 @@ from validate.llama_cpp import MIXES, GgufView, bits, library_version, more_bits
 from validate.measure import measure_reference
 from validate.positioning import NAMES, not_measured, position
 
+pytest.importorskip("libgguf")
 # What llama.cpp's llama_model_quantize (llama-cpp-python 0.3.36) wrote for SmolLM2-135M: 30 layers of width 576 and
 # 1536, 3 of 9 heads for keys and values, tied. Matrices by type; file bits per weight as it prints them.
 SMOLLM2: dict[str, tuple[dict[str, int], float]] = {
