@@ -11,6 +11,7 @@ import click
 from click.core import ParameterSource
 
 from convert.cli_history import history, nightly
+from convert.cli_publish import explain, upload
 from convert.cli_shared import PATH, console, load_pipeline, reports_errors, show_report
 
 # Before torch is imported. On a machine that does other work too, OpenMP threads that spin at a barrier take the
@@ -53,10 +54,11 @@ def main() -> None:
 @click.option("--only", multiple=True, metavar="TARGET", help="Only this target; may be given several times.")
 @click.option("--force", is_flag=True, help="Do every stage again, and take over an output folder of another run.")
 @click.option("--work", type=PATH, help="The work folder, instead of the file's.")
+@click.option("--upload", "uploads", is_flag=True, help="Uploads what held its gates, where `upload:` says.")
 @click.option("--json", "as_json", is_flag=True, help="For machines: the report instead of the table.")
 @reports_errors
-def run(pipeline: Path, only: tuple[str, ...], force: bool, work: Path | None, as_json: bool) -> None:
-    """Runs a pipeline: open, split, calibrate, export, validate.
+def run(pipeline: Path, only: tuple[str, ...], force: bool, work: Path | None, uploads: bool, as_json: bool) -> None:
+    """Runs a pipeline: open, split, calibrate, export, validate, and upload when asked.
 
     A run that was killed continues where it stopped when the same command is given again.
 
@@ -68,9 +70,19 @@ def run(pipeline: Path, only: tuple[str, ...], force: bool, work: Path | None, a
     from convert.terminal import reporter
 
     loaded = load_pipeline(pipeline, work)
+    if uploads:
+        from convert.upload import check_before_run
+
+        check_before_run(loaded, only)
     with reporter(console(stderr=True)) as show:
         report = run_pipeline(loaded, only, force, show)
     show_report(report, as_json, loaded.output_folder)
+    if uploads:
+        from convert.upload import upload_pipeline
+
+        with reporter(console(stderr=True)) as show:
+            addresses = upload_pipeline(loaded, only, show.say)
+        click.echo("\n".join(addresses), err=as_json)
 
 
 @main.command()
@@ -246,3 +258,5 @@ def probe(as_json: bool, priority: str) -> None:
 
 main.add_command(nightly)
 main.add_command(history)
+main.add_command(explain)
+main.add_command(upload)

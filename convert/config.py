@@ -32,6 +32,7 @@ from convert.yaml_lines import (
 from models.errors import BadInput
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_REPO = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _PACKAGE = re.compile(r"package:[A-Za-z][\w.-]*(/.+\.gguf)?")
 _SIZE = re.compile(r"([1-9][0-9]*)\s*(KB|MB|GB)")
 _SIZE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -110,6 +111,33 @@ class Output(Section):
         return size
 
 
+class Upload(Section):
+    """Where `convert upload` and `convert run --upload` put artifacts; nothing is uploaded without being asked for.
+
+    Attributes:
+        repo: owner/name on the hub; `{target}` in it stands for a target's name.
+        revision: the branch.
+        create: whether the repository, and the branch, may be made.
+        private: of a repository that is made; one that is there already must be private.
+        base_model: the source's id on the hub, where it does not come from there.
+        license: the source's, as the hub names licences, where its own card does not say.
+    """
+
+    repo: Text
+    revision: Text = "main"
+    create: bool = False
+    private: bool = False
+    base_model: Text | None = None
+    license: Text | None = None
+
+    @field_validator("repo", "base_model")
+    @classmethod
+    def _owner_and_name(cls, repo: str | None) -> str | None:
+        if repo is not None and not _REPO.fullmatch(repo.replace("{target}", "target")):
+            raise expected("owner/name, of letters, digits, '-', '_' and '.'")
+        return repo
+
+
 def _output(value: Any) -> Any:
     return {"path": value} if isinstance(value, str) else value
 
@@ -123,6 +151,7 @@ class Pipeline(Section):
     validation: Validation | None = None
     engines: Engines = Engines()
     output: Annotated[Output, BeforeValidator(_output)] = Output()
+    upload: Upload | None = None
     work: Annotated[Text, Field(validate_default=True)] = "work"
     _path: Path = PrivateAttr(default=Path("pipeline.yaml"))
 
@@ -175,6 +204,12 @@ class Pipeline(Section):
         if source.startswith("package:") or not is_path(source, self.folder):
             return source
         return str(resolve_path(source, self.folder))
+
+    @property
+    def from_hub(self) -> bool:
+        """Whether the model's source is a hub id."""
+        source = self.model.source
+        return not source.startswith("package:") and not is_path(source, self.folder)
 
     def device_file(self, target: Target) -> Path | None:
         """The device profile that a target of format auto names."""

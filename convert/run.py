@@ -79,7 +79,8 @@ def source_of(prepared: Prepared) -> dict[str, Any]:
     model, checkpoint = prepared.pipeline.model, prepared.model.checkpoint
     # The folder above an absolute path is this machine's business.
     name = Path(model.source).name if Path(model.source).expanduser().is_absolute() else model.source
-    return {"name": name, "revision": model.revision, "files": checkpoint.hashes()}
+    stated = {"revision": model.revision, "hub": prepared.pipeline.from_hub, "license": checkpoint.license}
+    return {"name": name, **stated, "files": checkpoint.hashes()}
 
 
 def _identity(pipeline: Pipeline) -> dict[str, str]:

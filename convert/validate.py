@@ -67,8 +67,8 @@ def validate_artifact(
     with tempfile.TemporaryDirectory(prefix="convert-") as scratch:
         work = Path(scratch)
         model = open_model(open_source(reference, base=Path.cwd(), side_folder=work / "tokenizer"))
-        _check_same_model(artifact, model.checkpoint.config, reference)
-        config = _settings(artifact.folder, recorded, text, tokens, sequence_length)
+        check_same_model(artifact, model.checkpoint.config, reference)
+        config = recorded_validation(artifact.folder, recorded, text, tokens, sequence_length)
         text_base = Path.cwd() if text is not None else artifact.folder
         settings = validation_settings(
             config,
@@ -165,7 +165,7 @@ def _engines(
     )
 
 
-def _check_same_model(artifact: Artifact, config: dict[str, Any], reference: str) -> None:
+def check_same_model(artifact: Artifact, config: dict[str, Any], reference: str) -> None:
     """The shapes that must agree for logits to be comparable."""
     keys = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
     problems = [
@@ -178,7 +178,7 @@ def _check_same_model(artifact: Artifact, config: dict[str, Any], reference: str
         raise BadInput(problems)
 
 
-def _settings(
+def recorded_validation(
     folder: Path, recorded: dict[str, Any] | None, text: Path | None, tokens: int | None, sequence_length: int | None
 ) -> Validation:
     values = dict(recorded or {})

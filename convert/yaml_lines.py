@@ -220,7 +220,8 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 
 
 def _closest(word: str, known: list[str]) -> str | None:
-    return next(iter(difflib.get_close_matches(word.lower(), known, n=1)), None)
+    names = {name.lower(): name for name in known}
+    return next((names[found] for found in difflib.get_close_matches(word.lower(), names, n=1)), None)
 
 
 def _section_at(section: type[Section], location: Location) -> type[Section]:

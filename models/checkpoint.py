@@ -59,11 +59,13 @@ class Checkpoint(ABC):
         name: what the user calls it, for messages and the ledger.
         config: the content of ``config.json``.
         tensors: every tensor's name, dtype and shape, from headers only.
+        license: the licence that the container itself states, if it does.
     """
 
     name: str
     config: dict[str, Any]
     tensors: Mapping[str, TensorInfo]
+    license: str | None = None
 
     @abstractmethod
     def read(self, name: str) -> torch.Tensor:

@@ -45,6 +45,8 @@ class GgufFile(Checkpoint):
             names = get_tensor_name_map(known[architecture], config.num_hidden_layers)
         except (ValueError, KeyError, IndexError, OSError, NotImplementedError) as error:
             raise BadInput(f"{path}: expected a GGUF file of a model that transformers knows, found {error}") from error
+        stated = reader.fields.get("general.license")
+        self.license = None if stated is None else str(stated.contents())
         config.architectures = None
         with init_empty_weights():
             model = AutoModelForCausalLM.from_config(config)

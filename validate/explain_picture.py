@@ -19,26 +19,30 @@ def draw(found: Mapping[str, Any], file: Path) -> None:
     Raises:
         ValueError: for an ending that matplotlib does not know.
     """
-    layers = [row for row in found["layers"]]
+    layers = found["layers"]
     inside, cells = _cells(found)
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(max(6.0, 0.32 * len(layers) + 3), 6.0), layout="constrained")
-        above, below = figure.subplots(2, 1, gridspec_kw={"height_ratios": (1, 1)})
-        positions = list(range(len(layers)))
-        above.bar(positions, [row["restored"] for row in layers], color="#4477aa", label="restored: measured")
+        figure = Figure(figsize=(max(6.0, 0.32 * len(layers) + 3), 6.0 if inside else 3.2), layout="constrained")
+        panels = figure.subplots(2 if inside else 1, 1, squeeze=False)[:, 0]
+        above = panels[0]
+        above.bar(range(len(layers)), [row["restored"] for row in layers], color="#4477aa", label="restored: measured")
         attributed = [(i, row["attributed"]) for i, row in enumerate(layers) if row["attributed"] is not None]
-        above.plot(*zip(*attributed, strict=True), "k_", label="attributed") if attributed else None
+        if attributed:
+            above.plot(*zip(*attributed, strict=True), "k_", markersize=12, label="attributed")
         above.set_ylabel("KL, nats per token")
         above.set_title(
             f"{found['artifact']}: KL {found['kl']:.4g} over {found['tokens']} tokens; what each layer causes"
         )
         above.legend(frameon=False)
         above.set_xlim(-0.6, len(layers) - 0.4)
-        picture = below.imshow(cells, aspect="auto", cmap="viridis", vmin=0)
-        below.set_yticks(range(len(inside)), inside)
-        below.set_xlabel("decoder layer")
-        figure.colorbar(picture, ax=below, label="attributed KL")
-        metadata = {"Date": None} if file.suffix == ".svg" else {}
+        if inside:
+            below = panels[1]
+            picture = below.imshow(cells, aspect="auto", cmap="viridis", vmin=0)
+            below.set_yticks(range(len(inside)), inside)
+            figure.colorbar(picture, ax=below, label="attributed KL")
+        panels[-1].set_xlabel("decoder layer")
+        panels[-1].xaxis.get_major_locator().set_params(integer=True)
+        metadata: dict[str, Any] = {"Date": None} if file.suffix == ".svg" else {}
         figure.savefig(file, dpi=150, metadata=metadata)
 
 
