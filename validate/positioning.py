@@ -12,6 +12,7 @@ from validate.divergence import parted
 from validate.greedy import continue_greedily
 from validate.llama_cpp import MIXES, GgufView, library_version, write
 from validate.measure import Progress, Reference, Settings
+from validate.score import Progress as Part
 from validate.score import compare, final_hidden
 
 PEER = "llama.cpp:"
@@ -45,12 +46,16 @@ def position(
     """
     checkpoint, ids, dtype = model.checkpoint, settings.windows.ids, settings.dtype
     file = work / f"{name.removeprefix(PEER)}.gguf"
+
+    def part(what: str) -> Part:
+        return lambda done, total: progress(f"{name}: {what}", done, total)
+
     try:
-        write(MIXES[name.removeprefix(PEER)], model, file, lambda d, t: progress(f"{name}: quantise", d, t))
+        write(MIXES[name.removeprefix(PEER)], model, file, part("quantise"))
         view = GgufView(file, checkpoint)
-        hidden = final_hidden(view, ids, dtype, progress=lambda d, t: progress(f"{name}: weights", d, t))
-        scores = asdict(compare(checkpoint, reference.hidden, view, hidden, ids, dtype))
-        continuations = continue_greedily(view, settings.prompts, settings.greedy_tokens, dtype)
+        hidden = final_hidden(view, ids, dtype, progress=part("weights"))
+        scores = asdict(compare(checkpoint, reference.hidden, view, hidden, ids, dtype, progress=part("logits")))
+        continuations = continue_greedily(view, settings.prompts, settings.greedy_tokens, dtype, part("greedy"))
         both = reference.continuations, continuations
         return {
             "name": name,

@@ -160,7 +160,7 @@ def test_a_damaged_linear_comes_first_and_the_advice_is_to_leave_it(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built = workshop.built("llama-untied", spec("tinygemm"))
-    bad = "model.layers.1.mlp.down_proj"
+    bad = "model.layers.0.mlp.down_proj"
 
     def noisy(name: str, tensor: torch.Tensor) -> torch.Tensor:
         if name != f"{bad}.weight":
