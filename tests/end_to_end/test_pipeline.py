@@ -102,7 +102,7 @@ def report(folder: Path) -> Any:
 def test_the_report_has_schema_2_with_every_key(done: tuple[str, Path]) -> None:
     found = report(done[1])
     keys = {"schema", "run", "reference", "targets", "warnings", "nll", "continuations", "history", "versions"}
-    assert found.keys() == keys | {"seconds"}
+    assert found.keys() == keys | {"seconds", "positioning"}
     assert found["schema"] == 2 and found["reference"].keys() == REFERENCE_KEYS
     assert found["reference"]["tokens"] == WINDOWS * (LENGTH - 1)
     assert [target["name"] for target in found["targets"]] == [target["name"] for target in TARGETS]
