@@ -54,6 +54,7 @@ lint: $(VENV)/installed-test
 bench: $(VENV)/installed-test
 	$(BIN)/python tests/benchmarks/scorer.py
 	$(BIN)/python tests/benchmarks/methods.py
+	$(BIN)/python tests/benchmarks/validation.py
 
 clean:
 	rm -rf $(VENV) $(ENGINES) work output

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from calibrate.quantize import quantize
+from convert.store import LOCK
 from export.artifact import Artifact
 from tests.runs import TARGETS, content, invoke, project, settings, write_yaml
 
@@ -90,7 +91,7 @@ def test_an_output_disk_that_fills_up_ends_with_a_message_and_no_artifact(
     no_check(monkeypatch)
     result = invoke("run", yaml)
     assert result.exit_code == 3 and FULL in result.stderr and "Traceback" not in result.output
-    assert [path.name for path in (disk.folder / "output").iterdir()] == ["run.json"]
+    assert sorted(path.name for path in (disk.folder / "output").iterdir()) == [LOCK, "run.json"]
     disk.mount("4m")
     result = invoke("run", yaml)
     assert result.exit_code == 0, result.output
@@ -136,7 +137,7 @@ def test_another_file_that_takes_the_room_meanwhile_ends_the_run_the_same_way(
         patch.setattr("convert.run.quantize", fill)
         result = invoke("run", yaml)
     assert result.exit_code == 3 and FULL in result.stderr
-    assert [path.name for path in (disk.folder / "output").iterdir()] == ["run.json"]
+    assert sorted(path.name for path in (disk.folder / "output").iterdir()) == [LOCK, "run.json"]
     other.unlink()
     assert invoke("run", yaml).exit_code == 0
     assert _weights(disk.folder / "output" / "gptq") == weights
