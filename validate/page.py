@@ -116,11 +116,12 @@ def _points(report: Mapping[str, Any]) -> Iterator[Point]:
 
 
 def _ledger_rows(name: str, ledger: Ledger) -> Iterator[dict[str, Any]]:
-    """A row for each quantised linear, and one for each tensor that was not quantised."""
+    """A row for each quantised linear, and one for each tensor that was not quantised; where it is stored only if that
+    is under another name."""
     for row in ledger.tensors:
         common = {"target": name, "tensor": row.tensor, "outcome": row.outcome, "reason": row.reason}
         for linear in row.linears:
-            yield {**common, **asdict(linear), "stored": linear.module}
+            yield {**common, **asdict(linear), "stored": linear.module if linear.module != linear.linear else ""}
         if not row.linears:
             nothing = {"linear": "", "method": (), "group_size": "", "zero": "", "error": None}
-            yield {**common, **nothing, "stored": ", ".join(row.stored_as)}
+            yield {**common, **nothing, "stored": ", ".join(name for name in row.stored_as if name != row.tensor)}

@@ -128,7 +128,7 @@ def test_continuations_stand_side_by_side_with_the_parting_marked(page: str) -> 
     assert texts(page, "mark") == ["say", "have"] * 2
     summaries = texts(page, "summary")
     assert "identical …Call me" in summaries
-    assert any(text.startswith("leaves at token 2, margin 0.125: near-tie …") for text in summaries)
+    assert any(text.startswith("leaves at token 2, margin 0.125 : near-tie …") for text in summaries)
 
 
 def test_the_ledger_has_a_row_for_everything(page: str, artifacts: list[Any]) -> None:
