@@ -67,10 +67,17 @@ def _style() -> Iterator[None]:
         yield
 
 
+def _figure(height: float, bottom: float) -> Figure:
+    """A figure of that height with fixed margins, all in inches: finding them out would draw everything twice."""
+    figure = Figure(figsize=(WIDTH, height))
+    figure.subplots_adjust(left=0.8 / WIDTH, right=1 - 0.1 / WIDTH, bottom=bottom / height, top=1 - 0.3 / height)
+    return figure
+
+
 def pareto(points: Sequence[Point]) -> Figure:
     """Bits per weight against the perplexity ratio to the reference, with its standard error; down and left is good."""
     with _style():
-        figure = Figure(figsize=(WIDTH, 3.4), layout="constrained")
+        figure = _figure(3.4, bottom=0.6)
         axes: Axes = figure.subplots()
         for index, point in enumerate(points):
             marker = MARKERS[index % len(MARKERS)]
@@ -96,8 +103,8 @@ def pareto(points: Sequence[Point]) -> Figure:
 def layer_errors(ledgers: Mapping[str, Ledger]) -> Figure:
     """The relative output error of every linear by layer, a panel a target; the head stands after the last layer."""
     with _style():
-        figure = Figure(figsize=(WIDTH, 1.0 + 1.9 * len(ledgers)), layout="constrained")
-        panels = figure.subplots(len(ledgers), 1, sharex=True, squeeze=False)[:, 0]
+        figure = _figure(1.2 + 1.9 * len(ledgers), bottom=1.0)
+        panels = figure.subplots(len(ledgers), 1, sharex=True, squeeze=False, gridspec_kw={"hspace": 0.25})[:, 0]
         kinds: dict[str, int] = {}
         for axes, (name, ledger) in zip(panels, ledgers.items(), strict=True):
             for kind, (layers, errors) in _errors(ledger).items():
@@ -109,7 +116,7 @@ def layer_errors(ledgers: Mapping[str, Ledger]) -> Figure:
         panels[-1].xaxis.get_major_locator().set_params(integer=True)
         panels[-1].set_xlabel("layer")
         handles = {label: h for axes in panels for h, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, fontsize=8)
+        figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=4, fontsize=8)
         return figure
 
 
@@ -133,7 +140,7 @@ def _errors(ledger: Ledger) -> dict[str, tuple[list[int], list[float]]]:
 def trend(entries: Sequence[Entry]) -> Figure:
     """The perplexity ratio to the reference over the runs, a line a target, oldest first."""
     with _style():
-        figure = Figure(figsize=(WIDTH, 3.2), layout="constrained")
+        figure = _figure(3.2, bottom=0.6)
         axes: Axes = figure.subplots()
         runs = list(dict.fromkeys(entry.run for entry in entries))
         for index, target in enumerate(dict.fromkeys(entry.target for entry in entries)):
@@ -173,9 +180,13 @@ def to_svg(figure: Figure, label: str) -> str:
     root.attrib.update({"role": "img", "aria-label": label})
     prefix = re.sub(r"\W+", "-", label)
     text = ElementTree.tostring(root, encoding="unicode")
-    for attribute in re.findall(r'\bid="([^"]+)"', text):
-        text = re.sub(rf'(\bid="|#){re.escape(attribute)}(?=["\)])', rf"\g<1>{prefix}-{attribute}", text)
-    return text.replace(INK, "currentColor")
+    ids = set(re.findall(r'\bid="([^"]+)"', text))
+    own = re.sub(
+        r'(\bid="|#)([^"\)]+)(?=["\)])',
+        lambda match: f"{match[1]}{prefix}-{match[2]}" if match[2] in ids else match[0],
+        text,
+    )
+    return own.replace(INK, "currentColor")
 
 
 def save_png(figure: Figure, path: Path) -> None:
