@@ -39,7 +39,7 @@ class Method:
 METHODS: dict[str, Method] = {
     "rtn": Method("codes", "weights"),
     "search": Method("codes", "moments"),
-    "gptq": Method("codes", "hessian"),
+    "gptq": Method("codes", "hessian", compares=True),
     "refine": Method("refine", "hessian"),
 }
 

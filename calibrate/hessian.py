@@ -10,9 +10,14 @@ from dataclasses import dataclass
 
 import torch
 
-# Of the mean of the diagonal. The moments are those of one text: on other text the error is smaller with a tenth than
+# Of each channel's own moment. The moments are those of one text: on other text the error is smaller with a tenth than
 # with the hundredth that is usual, although it is larger on the text itself (docs/fidelity.md).
 DAMPING = 0.1
+# Of the median channel's moment, for channels that were hardly seen. Not of the mean: the inputs of one token in
+# hundreds may be thousands of times the others', in a single channel, and the mean is then that channel's.
+FLOOR = 0.01
+# Of the correction for changed inputs. All of it follows the calibration text too closely (docs/fidelity.md).
+CORRECTION = 0.5
 
 
 @dataclass(frozen=True)
@@ -35,13 +40,15 @@ class Factor:
 
 
 def damped(hessian: torch.Tensor, damping: float = DAMPING) -> torch.Tensor:
-    """H [K, K] with a part of its mean diagonal added to the diagonal, fp64.
+    """H [K, K] with a part of the diagonal, and of its median, added to the diagonal, fp64.
 
     A channel that was never seen is thereby rounded to nearest, and where none was, all are.
     """
     h = hessian.double()
-    mean = float(h.diagonal().mean())
-    return h + (damping * mean or 1.0) * torch.eye(len(h), dtype=torch.float64)
+    diagonal = h.diagonal()
+    seen = diagonal[diagonal > 0]
+    floor = FLOOR * float(seen.median()) if len(seen) else 1.0
+    return h + torch.diag(damping * diagonal + floor)
 
 
 def factorise(hessian: torch.Tensor) -> Factor:
@@ -55,3 +62,17 @@ def factorise(hessian: torch.Tensor) -> Factor:
     weights[order] = diagonal.square()
     feedback = (upper / diagonal).float().fill_diagonal_(0)
     return Factor(order, feedback.contiguous(), weights.float())
+
+
+def correction(drift: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
+    """C, fp32 [K, K]: the weight W + W C makes up for a part of what was changed of its inputs before it.
+
+    The outputs of W + W D H^-1 on the inputs x come nearest to those of W on the source model's inputs x~ (the
+    asymmetric calibration of GPTAQ, arXiv 2504.02692, as the least squares solution that it sums up to).
+
+    Args:
+        drift: D = E[(x~ - x) x^T], fp32 [K, K].
+        hessian: H = E[x x^T], fp32 [K, K].
+    """
+    factor = torch.linalg.cholesky(damped(hessian))
+    return (CORRECTION * torch.cholesky_solve(drift.double().t(), factor).t()).float()

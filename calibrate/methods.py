@@ -50,13 +50,14 @@ def choose(weight: torch.Tensor, grid: Grid, names: Sequence[str], inputs: Input
     The result is never worse than round to nearest in the error that the inputs define; None makes all channels alike.
     """
     known = inputs or Inputs.alike(weight.shape[1])
+    plain = round_to_nearest(weight, grid)
+    weight = known.target(weight)
     (first,) = (name for name in names if name in CHOOSE)
     quantized = CHOOSE[first](weight, grid, known)
     for name in names:
         if name in REFINE:
             quantized = REFINE[name](weight, quantized, known)
     found = error(weight, quantized, known.second)
-    plain = round_to_nearest(weight, grid)
     bound = error(weight, plain, known.second)
     if found <= bound:
         return Chosen(quantized, found)

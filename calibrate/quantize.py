@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from calibrate.grid import Grid, check_finite
 from calibrate.methods import choose
 from calibrate.replay import Replay
 from calibrate.results import Hidden, QuantizedLayer, Results
-from calibrate.statistics import Enough, Inputs, observe
+from calibrate.statistics import Inputs, Moments, first_input
 from models.checkpoint import Checkpoint
 from models.family import Family, Linear
 from models.skeleton import stored_name
@@ -107,20 +107,23 @@ class _Stream:
         if 0 < start <= len(replay):
             self.hidden = results.load_hidden(start)
 
-    def inputs(self, layer: nn.Module, index: int, module: nn.Module, full: bool) -> Inputs:
-        """What a linear of the layer, with its weights as they are now, reads."""
-        with observe({"": module}, full, stop=True) as observed:
-            for hidden in self.hidden.quantized:
-                with suppress(Enough):
-                    self.replay.run(layer, index, hidden)
-        return observed[""].inputs()
+    def inputs(self, layer: nn.Module, source: nn.Module | None, index: int, name: str, full: bool) -> Inputs:
+        """What a linear of the layer, with its weights as they are now, reads; and what it reads in the source."""
+        seen = Moments(full)
+        for i, hidden in enumerate(self.hidden.quantized):
+            x = self._input(layer, index, name, hidden)
+            seen.add(x, None if source is None else self._input(source, index, name, self.hidden.reference[i]))
+        return seen.inputs()
+
+    def _input(self, layer: nn.Module, index: int, name: str, hidden: torch.Tensor) -> torch.Tensor:
+        return first_input(layer.get_submodule(name), lambda: self.replay.run(layer, index, hidden))
 
     def advance(self, layer: nn.Module, index: int) -> None:
         """Takes the hidden states through the quantised layer."""
         self.hidden.quantized = [self.replay.run(layer, index, hidden) for hidden in self.hidden.quantized]
 
     def advance_reference(self, layer: nn.Module, index: int) -> None:
-        """Takes the reference's hidden states through the layer, which still has the source's weights."""
+        """Takes the reference's hidden states through the source's layer."""
         self.hidden.reference = [self.replay.run(layer, index, hidden) for hidden in self.hidden.reference]
 
 
@@ -164,13 +167,12 @@ def _layer(run: _Run, index: int, linears: list[Linear]) -> None:
         for name in dict.fromkeys(linear.module for linear in linears):
             # From the file, not from the module: a cast to the compute dtype could hide or make an infinity.
             check_finite(f"{run.checkpoint.name}: {name}.weight", run.checkpoint.read(f"{name}.weight"))
-        if stream is not None:
-            stream.advance_reference(layer, index)
+        source = copy.deepcopy(layer) if stream is not None and run.recipe.compares else None
         found = QuantizedLayer()
         for group in groups(replay.family, prefix, linears):
             modules = {linear.module: layer.get_submodule(linear.module.removeprefix(prefix)) for linear in group}
-            first = modules[group[0].module]
-            inputs = None if stream is None else stream.inputs(layer, index, first, run.full)
+            first = group[0].module.removeprefix(prefix)
+            inputs = None if stream is None else stream.inputs(layer, source, index, first, run.full)
             for linear in group:
                 module = modules[linear.module]
                 assert isinstance(module, nn.Linear)
@@ -179,6 +181,8 @@ def _layer(run: _Run, index: int, linears: list[Linear]) -> None:
                 rows.copy_(found.linears[linear.name].dequantize(run.recipe.dtype))
         if stream is not None:
             stream.advance(layer, index)
+            if source is not None:
+                stream.advance_reference(source, index)
         run.results.save(index, found, None if stream is None else stream.hidden)
 
 
@@ -191,10 +195,10 @@ def _head(run: _Run, linears: list[Linear]) -> None:
         check_finite(f"{run.checkpoint.name}: {name}", weight)
         inputs = None
         if stream is not None:
-            # The identity stands in for the head: only its input is wanted, not a table of logits.
-            with replay.before_head() as read, observe({"": (probe := nn.Identity())}, run.full) as observed:
-                for ids, hidden in zip(stream.ids, stream.hidden.quantized, strict=True):
-                    probe(read(ids, hidden))
-            inputs = observed[""].inputs()
+            seen = Moments(run.full)
+            with replay.before_head() as read:
+                for i, (ids, hidden) in enumerate(zip(stream.ids, stream.hidden.quantized, strict=True)):
+                    seen.add(read(ids, hidden), read(ids, stream.hidden.reference[i]) if run.recipe.compares else None)
+            inputs = seen.inputs()
         run.choose(linear, weight.to(run.recipe.dtype), inputs, found)
     run.results.save(len(replay), found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from calibrate.hessian import Factor, factorise
+from calibrate.hessian import Factor, correction, factorise
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,12 @@ class Inputs:
     Attributes:
         moments: fp32 [K], second moments E[x_k^2].
         hessian: fp32 [K, K], E[x x^T], where a method wants it.
+        drift: fp32 [K, K], E[(x~ - x) x^T] with the inputs x~ of the source's model, where a method compares with it.
     """
 
     moments: torch.Tensor
     hessian: torch.Tensor | None = None
+    drift: torch.Tensor | None = None
 
     @staticmethod
     def alike(columns: int) -> Inputs:
@@ -34,6 +36,14 @@ class Inputs:
     def full(self) -> torch.Tensor:
         """All second moments, [K, K]: of independent channels where there are no others."""
         return torch.diag(self.moments) if self.hessian is None else self.hessian
+
+    def target(self, weight: torch.Tensor) -> torch.Tensor:
+        """The weight [N, K] that a quantised one should come near: see `calibrate.hessian.correction`."""
+        return weight if self._correction is None else weight + weight.float() @ self._correction
+
+    @cached_property
+    def _correction(self) -> torch.Tensor | None:
+        return None if self.drift is None else correction(self.drift, self.full)
 
     @property
     def second(self) -> torch.Tensor:
@@ -54,21 +64,25 @@ class Moments:
         full: whether products of different channels are summed too.
         total: fp64 [K], sum over tokens of x squared.
         products: fp32 [K, K], sum over tokens of x x^T; only when ``full``.
+        drift: fp32 [K, K], sum over tokens of (x~ - x) x^T, where inputs x~ of the source's model were given too.
         tokens: how many tokens were summed.
     """
 
     full: bool = False
     total: torch.Tensor | None = None
     products: torch.Tensor | None = None
+    drift: torch.Tensor | None = None
     tokens: int = 0
 
-    def add(self, x: torch.Tensor) -> None:
-        """Takes inputs [..., K]."""
+    def add(self, x: torch.Tensor, reference: torch.Tensor | None = None) -> None:
+        """Takes inputs [..., K], and what the source's model has in their place."""
         x = x.reshape(-1, x.shape[-1]).float()
         batch = x.square().sum(0).double()
         self.total = batch if self.total is None else self.total + batch
         if self.full:
-            self.products = x.t() @ x if self.products is None else self.products.addmm_(x.t(), x)
+            self.products = _add_product(self.products, x, x)
+        if reference is not None:
+            self.drift = _add_product(self.drift, reference.reshape(x.shape).float() - x, x)
         self.tokens += x.shape[0]
 
     def second_moments(self) -> torch.Tensor:
@@ -80,37 +94,29 @@ class Moments:
     def inputs(self) -> Inputs:
         """What was seen. Raises ValueError before any input was."""
         moments = self.second_moments()
-        return Inputs(moments, None if self.products is None else self.products / self.tokens)
+        hessian, drift = (None if t is None else t / self.tokens for t in (self.products, self.drift))
+        return Inputs(moments, hessian, drift)
 
 
-class Enough(Exception):
-    """Every observed module has seen its input: the rest of the forward pass would teach nothing."""
+def _add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a.t() @ b if total is None else total.addmm_(a.t(), b)
 
 
 @contextmanager
-def observe(modules: Mapping[str, nn.Module], full: bool = False, stop: bool = False) -> Iterator[dict[str, Moments]]:
+def observe(modules: Mapping[str, nn.Module], full: bool = False) -> Iterator[dict[str, Moments]]:
     """Hooks modules for the length of the block.
 
     Args:
-        modules: by name; each runs once in a forward pass.
+        modules: by name.
         full: whether products of different channels are summed too.
-        stop: whether a forward pass ends with `Enough` once every module has seen its input.
 
     Yields:
         The running moments of every module's input, by name.
     """
     observed = {name: Moments(full) for name in modules}
-    waiting = set(modules)
-
-    def see(name: str, x: torch.Tensor) -> None:
-        observed[name].add(x)
-        waiting.discard(name)
-        if stop and not waiting:
-            waiting.update(modules)
-            raise Enough
 
     def hook(name: str) -> torch.utils.hooks.RemovableHandle:
-        return modules[name].register_forward_pre_hook(lambda _, inputs: see(name, inputs[0]))
+        return modules[name].register_forward_pre_hook(lambda _, inputs: observed[name].add(inputs[0]))
 
     handles = [hook(name) for name in modules]
     try:
@@ -118,3 +124,29 @@ def observe(modules: Mapping[str, nn.Module], full: bool = False, stop: bool = F
     finally:
         for handle in handles:
             handle.remove()
+
+
+class Enough(Exception):
+    """A module's input was seen: the rest of the forward pass would teach nothing."""
+
+
+def first_input(module: nn.Module, forward: Callable[[], object]) -> torch.Tensor:
+    """What a module reads in a forward pass, which ends there.
+
+    Raises:
+        ValueError: when the forward pass does not come to the module.
+    """
+    seen: list[torch.Tensor] = []
+
+    def stop(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        seen.append(inputs[0])
+        raise Enough
+
+    handle = module.register_forward_pre_hook(stop)
+    try:
+        forward()
+    except Enough:
+        return seen[0]
+    finally:
+        handle.remove()
+    raise ValueError("the module was not run")
