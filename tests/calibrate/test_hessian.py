@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from calibrate.hessian import damped, factorise
+from calibrate.hessian import correction, damped, factorise
 
 
 def moments(channels: int = 24, seen: int = 100, seed: int = 0) -> torch.Tensor:
@@ -48,3 +48,15 @@ def test_channels_without_input_are_for_themselves(dead: list[int]) -> None:
 def test_fewer_tokens_than_channels_are_enough() -> None:
     f = factorise(moments(seen=5))
     assert torch.isfinite(f.feedback).all() and (f.weights > 0).all()
+
+
+def test_the_correction_brings_outputs_nearer_to_the_sources() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(8, 24, generator=generator)
+    x = torch.randn(500, 24, generator=generator) @ torch.randn(24, 24, generator=generator)
+    source = x + 0.3 * x @ torch.randn(24, 24, generator=generator) / 5
+    h, drift = x.t() @ x / 500, (source - x).t() @ x / 500
+    corrected = weight + weight @ correction(drift, h)
+    wanted, before, after = source @ weight.t(), x @ weight.t(), x @ corrected.t()
+    assert 0.3 < float((after - wanted).norm() / (before - wanted).norm()) < 0.7
+    assert not correction(torch.zeros(24, 24), h).any()

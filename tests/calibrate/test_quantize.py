@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,33 @@ def test_a_run_killed_at_any_layer_ends_with_the_same_files(
     # At most the layer in which it was killed is done again.
     assert steps == [(done, LAYERS + 1) for done in range(finished, LAYERS + 2)]
     assert files(tmp_path) == expected
+
+
+@pytest.mark.parametrize(("layer", "where"), [(0, "after"), (2, "hidden"), (LAYERS, "before")])
+def test_a_killed_run_of_methods_that_compare_ends_with_the_same_files(
+    model: OpenedModel, tmp_path: Path, layer: int, where: str
+) -> None:
+    chosen = replace(recipe(model), method=("gptq", "refine"))
+    run(model, chosen, tmp_path / "whole")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        killed_at(patch, layer, where)
+        run(model, chosen, tmp_path / "killed")
+    run(model, chosen, tmp_path / "killed")
+    assert files(tmp_path / "killed") == files(tmp_path / "whole")
+
+
+def test_methods_that_compare_see_the_sources_hidden_states(model: OpenedModel, tmp_path: Path) -> None:
+    replay = Replay(model.checkpoint, torch.bfloat16)
+    expected = replay.embed(batches(WINDOWS))
+    for index in range(2):
+        with replay.layer(index) as layer:
+            expected = [replay.run(layer, index, h) for h in expected]
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        killed_at(patch, 1, "after")
+        run(model, replace(recipe(model), method=("gptq",)), tmp_path)
+    found = Results(tmp_path).load_hidden(2)
+    assert all(torch.equal(a, b) for a, b in zip(found.reference, expected, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(found.quantized, expected, strict=True))
 
 
 def test_only_layers_are_left_and_a_finished_run_does_nothing(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from calibrate.statistics import Moments, observe
+from calibrate.statistics import Moments, first_input, observe
 
 
 def test_moments_over_batches_are_those_of_all_tokens_together() -> None:
@@ -40,3 +40,26 @@ def test_hooks_are_gone_after_the_block_also_after_an_error() -> None:
         raise RuntimeError
     linear(torch.ones(5, 4))
     assert observed["a"].tokens == 3 and not linear._forward_pre_hooks
+
+
+def test_products_and_drift_are_sums_over_all_tokens() -> None:
+    x, other = torch.randn(2, 12, 6, generator=torch.Generator().manual_seed(0))
+    seen = Moments(full=True)
+    for part, reference in zip(x.split(5), other.split(5), strict=True):
+        seen.add(part[None], reference[None])
+    inputs = seen.inputs()
+    assert inputs.hessian is not None and inputs.drift is not None
+    assert torch.allclose(inputs.hessian, x.t() @ x / 12, atol=1e-6)
+    assert torch.allclose(inputs.hessian.diagonal(), inputs.moments)
+    assert torch.allclose(inputs.drift, (other - x).t() @ x / 12, atol=1e-6)
+
+
+def test_a_forward_pass_ends_where_the_input_is_seen() -> None:
+    after: list[int] = []
+    layers = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    layers[1].register_forward_hook(lambda *_: after.append(1))
+    x = torch.ones(5, 4)
+    assert torch.equal(first_input(layers[1], lambda: layers(x)), layers[0](x)) and not after
+    assert not layers[1]._forward_pre_hooks
+    with pytest.raises(ValueError, match="was not run"):
+        first_input(layers[1], lambda: layers[0](x))
