@@ -12,6 +12,7 @@ from export.phone.check import graph_problems, manifest_problems, pair_problems
 from export.phone.files import load_graph
 from export.phone.manifest import FILE, GRAPHS, Manifest
 from export.phone.options import OPSET
+from export.phone.quantized import is_quantized, quantized_problems
 from models.errors import BadInput
 from models.files import sha256
 
@@ -89,4 +90,11 @@ class PhoneArtifact:
             for kind, graph in graphs.items():
                 problems += graph_problems(graph, part.graph(kind), OPSET, part.norms)
             problems += pair_problems(graphs["prefill"], graphs["decode"], part.data)
+            if any(is_quantized(graph) for graph in graphs.values()):
+                problems += quantized_problems(graphs, part, self._activations())
         return problems
+
+    def _activations(self) -> str:
+        """The dtype of activations: that of the codes which the graphs take and give."""
+        ports = [port for part in self.manifest.parts for port in (*part.decode.inputs, *part.decode.outputs)]
+        return next((port.dtype for port in ports if port.scale is not None), "uint16")

@@ -6,7 +6,7 @@ It needs numpy, onnxruntime and ``manifest.json``, and nothing of edge-convert; 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ import onnxruntime
 Port = Mapping[str, Any]
 # (graph file) -> a session; another backend brings its own.
 OpenSession = Callable[[Path], onnxruntime.InferenceSession]
+# A step of a text: ``prefill`` or ``decode``, how many tokens are no padding, and the states that enter a part.
+Step = tuple[str, int, np.ndarray]
 # Positions below zero: a slot without an entry.
 EMPTY = -1
 
@@ -34,6 +36,50 @@ def cpu_session(path: Path, threads: int = 1) -> onnxruntime.InferenceSession:
     return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 
+class Positions:
+    """How far a text is, and which of its positions the slots of the caches hold.
+
+    Attributes:
+        position: how many tokens were taken.
+        held: by layer type, the position whose entry each slot of the caches holds, or EMPTY.
+    """
+
+    def __init__(self, manifest: Mapping[str, Any]) -> None:
+        self._manifest = manifest
+        self.position = 0
+        self.held = {type: np.full(cache["slots"], EMPTY, dtype=np.int64) for type, cache in manifest["caches"].items()}
+
+    def next(self, size: int) -> np.ndarray:
+        """The positions int [size] of the next tokens."""
+        return self.position + np.arange(size)
+
+    def inputs(self, size: int) -> dict[str, np.ndarray]:
+        """Masks and rotary inputs of the next ``size`` tokens, by role and layer type."""
+        positions = self.next(size)
+        values: dict[str, np.ndarray] = {}
+        for type, cache in self._manifest["caches"].items():
+            others = np.concatenate([self.held[type], positions])
+            distance = positions[:, None] - others[None]
+            seen = (others[None] != EMPTY) & (distance >= 0)
+            if cache["window"] is not None:
+                seen &= distance < cache["window"]
+            values[f"mask {type}"] = np.where(seen, 0, self._manifest["mask_value"]).astype(np.float32)[None, None]
+        for type, rotary in self._manifest["rotary"].items():
+            frequencies = np.array(rotary["inverse_frequencies"], dtype=np.float32)
+            angles = positions[:, None].astype(np.float32) * frequencies[None]
+            angles = np.concatenate([angles, angles], axis=-1)[None]
+            scaling = np.float32(rotary["scaling"])
+            values[f"cos {type}"], values[f"sin {type}"] = np.cos(angles) * scaling, np.sin(angles) * scaling
+        return values
+
+    def advance(self, count: int) -> None:
+        """The next ``count`` tokens were taken, and their entries kept."""
+        for held in self.held.values():
+            kept = self.next(count)[-len(held) :]
+            held[kept % len(held)] = kept
+        self.position += count
+
+
 @dataclass
 class _LayerCache:
     """One layer's past entries, as its graphs take them: keys [1, kv_heads, head_dim, slots], values
@@ -43,40 +89,125 @@ class _LayerCache:
     value: np.ndarray
 
 
+class PartHost:
+    """One part of the graphs, with the caches of its layers.
+
+    Args:
+        part: its entry in the manifest.
+    """
+
+    def __init__(self, folder: Path, part: Mapping[str, Any], open_session: OpenSession = cpu_session) -> None:
+        self.part = part
+        self._sessions = {kind: open_session(folder / part[kind]["file"]) for kind in ("prefill", "decode")}
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets the text."""
+        self._caches: dict[int, _LayerCache] = {}
+        past: dict[int, dict[str, np.ndarray]] = {}
+        for port in self.part["decode"]["inputs"]:
+            if port["layer"] is not None:
+                zeros = np.full(port["shape"], port["zero_point"] or 0, dtype=port["dtype"])
+                past.setdefault(port["layer"], {})[port["role"]] = zeros
+        for layer, entries in past.items():
+            self._caches[layer] = _LayerCache(entries["past_key"], entries["past_value"])
+
+    def run(self, kind: str, given: Mapping[str, np.ndarray], state: np.ndarray, kept: np.ndarray) -> np.ndarray:
+        """What the part makes of a state; keeps the new cache entries.
+
+        Args:
+            kind: ``prefill`` or ``decode``.
+            given: masks and rotary inputs, see `Positions.inputs`.
+            state: token ids int32 [1, tokens], or hidden states fp32 [1, tokens, hidden].
+            kept: the positions of the tokens that are no padding; they come first.
+
+        Returns:
+            Hidden states or logits, fp32 [1, tokens, size].
+        """
+        graph = self.part[kind]
+        results = self._sessions[kind].run(None, dict(self._feeds(graph["inputs"], given, state)))
+        new: dict[int, dict[str, np.ndarray]] = {}
+        for port, value in zip(graph["outputs"], results, strict=True):
+            if port["layer"] is None:
+                state = to_real(port, value)
+            else:
+                new.setdefault(port["layer"], {})[port["role"]] = value
+        for layer, entries in new.items():
+            self._keep(layer, entries, kept)
+        return state
+
+    def _feeds(
+        self, ports: list[Port], given: Mapping[str, np.ndarray], state: np.ndarray
+    ) -> Iterator[tuple[str, np.ndarray]]:
+        for port in ports:
+            role = port["role"]
+            if role == "past_key":
+                value = self._caches[port["layer"]].key
+            elif role == "past_value":
+                value = self._caches[port["layer"]].value
+            elif role == "input_ids":
+                value = state
+            else:
+                value = from_real(port, state if role == "hidden" else given[f"{role} {port['layer_type']}"])
+            yield port["name"], value
+
+    def _keep(self, layer: int, entries: Mapping[str, np.ndarray], positions: np.ndarray) -> None:
+        """Puts the new entries of real tokens in their slots; of more than a ring holds, the last."""
+        cache = self._caches[layer]
+        slots = cache.value.shape[2]
+        last = np.arange(len(positions))[-slots:]
+        where = positions[last] % slots
+        cache.key[..., where] = entries["new_key"][..., last]
+        cache.value[:, :, where] = entries["new_value"][:, :, last]
+
+
+class PartDriver:
+    """One part alone, for texts whose states before it are known: parts of any number then run one after another."""
+
+    def __init__(self, folder: Path, index: int, open_session: OpenSession = cpu_session) -> None:
+        self.manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        self._part = PartHost(folder, self.manifest["parts"][index], open_session)
+
+    def __call__(self, steps: Sequence[Step]) -> list[np.ndarray]:
+        """What the part makes of a text's states, step by step from the beginning of the text."""
+        self._part.reset()
+        positions = Positions(self.manifest)
+        results = []
+        for kind, count, state in steps:
+            given, kept = positions.inputs(state.shape[1]), positions.next(count)
+            results.append(self._part.run(kind, given, state, kept))
+            positions.advance(count)
+        return results
+
+
 class Host:
     """A text in progress.
 
     Args:
         folder: of the artifact.
         open_session: how graphs are run.
-
-    Attributes:
-        position: how many tokens it has taken.
-        held: by layer type, the position whose entry each slot of the caches holds, or EMPTY.
     """
 
     def __init__(self, folder: Path, open_session: OpenSession = cpu_session) -> None:
         self.manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        self._sessions = {
-            kind: [open_session(folder / part[kind]["file"]) for part in self.manifest["parts"]]
-            for kind in ("prefill", "decode")
-        }
+        self._parts = [PartHost(folder, part, open_session) for part in self.manifest["parts"]]
         self.reset()
+
+    @property
+    def position(self) -> int:
+        """How many tokens it has taken."""
+        return self._positions.position
+
+    @property
+    def held(self) -> dict[str, np.ndarray]:
+        """By layer type, the position whose entry each slot of the caches holds, or EMPTY."""
+        return self._positions.held
 
     def reset(self) -> None:
         """Forgets the text."""
-        self.position = 0
-        caches = self.manifest["caches"]
-        self.held = {type: np.full(cache["slots"], EMPTY, dtype=np.int64) for type, cache in caches.items()}
-        self._caches: dict[int, _LayerCache] = {}
-        for part in self.manifest["parts"]:
-            past: dict[int, dict[str, np.ndarray]] = {}
-            for port in part["decode"]["inputs"]:
-                if port["layer"] is not None:
-                    zeros = np.full(port["shape"], port["zero_point"] or 0, dtype=port["dtype"])
-                    past.setdefault(port["layer"], {})[port["role"]] = zeros
-            for layer, entries in past.items():
-                self._caches[layer] = _LayerCache(entries["past_key"], entries["past_value"])
+        self._positions = Positions(self.manifest)
+        for part in self._parts:
+            part.reset()
 
     def prefill(self, tokens: np.ndarray) -> np.ndarray:
         """Takes int [n] more tokens in chunks; returns their logits, fp32 [n, vocabulary].
@@ -110,73 +241,16 @@ class Host:
 
     def _run(self, kind: str, tokens: np.ndarray) -> np.ndarray:
         """Logits [n, vocabulary] of at most as many tokens as the graph takes; keeps the new cache entries."""
-        manifest = self.manifest
-        size, count = manifest["prefill"] if kind == "prefill" else 1, len(tokens)
-        if self.position + count > manifest["context"]:
-            raise ValueError(f"{self.position + count} tokens; the context holds {manifest['context']}")
-        ids = np.zeros((1, size), dtype=np.int32)
-        ids[0, :count] = tokens
-        positions = self.position + np.arange(size)
-        given = self._by_type(positions)
-        state: np.ndarray = ids
-        new: dict[int, dict[str, np.ndarray]] = {}
-        for part, session in zip(manifest["parts"], self._sessions[kind], strict=True):
-            graph = part[kind]
-            results = session.run(None, dict(self._feeds(graph["inputs"], given, state)))
-            for port, value in zip(graph["outputs"], results, strict=True):
-                if port["layer"] is None:
-                    state = to_real(port, value)
-                else:
-                    new.setdefault(port["layer"], {})[port["role"]] = value
-        for layer, entries in new.items():
-            self._keep(layer, entries, positions[:count])
-        for held in self.held.values():
-            kept = positions[:count][-len(held) :]
-            held[kept % len(held)] = kept
-        self.position += count
+        size, count = self.manifest["prefill"] if kind == "prefill" else 1, len(tokens)
+        if self.position + count > self.manifest["context"]:
+            raise ValueError(f"{self.position + count} tokens; the context holds {self.manifest['context']}")
+        state = np.zeros((1, size), dtype=np.int32)
+        state[0, :count] = tokens
+        given, kept = self._positions.inputs(size), self._positions.next(count)
+        for part in self._parts:
+            state = part.run(kind, given, state, kept)
+        self._positions.advance(count)
         return state[0, :count]
-
-    def _by_type(self, positions: np.ndarray) -> dict[str, np.ndarray]:
-        """Masks and rotary inputs by role and layer type."""
-        values: dict[str, np.ndarray] = {}
-        for type, cache in self.manifest["caches"].items():
-            others = np.concatenate([self.held[type], positions])
-            distance = positions[:, None] - others[None]
-            seen = (others[None] != EMPTY) & (distance >= 0)
-            if cache["window"] is not None:
-                seen &= distance < cache["window"]
-            values[f"mask {type}"] = np.where(seen, 0, self.manifest["mask_value"]).astype(np.float32)[None, None]
-        for type, rotary in self.manifest["rotary"].items():
-            frequencies = np.array(rotary["inverse_frequencies"], dtype=np.float32)
-            angles = positions[:, None].astype(np.float32) * frequencies[None]
-            angles = np.concatenate([angles, angles], axis=-1)[None]
-            scaling = np.float32(rotary["scaling"])
-            values[f"cos {type}"], values[f"sin {type}"] = np.cos(angles) * scaling, np.sin(angles) * scaling
-        return values
-
-    def _feeds(
-        self, ports: list[Port], given: Mapping[str, np.ndarray], state: np.ndarray
-    ) -> Iterator[tuple[str, np.ndarray]]:
-        for port in ports:
-            role = port["role"]
-            if role == "past_key":
-                value = self._caches[port["layer"]].key
-            elif role == "past_value":
-                value = self._caches[port["layer"]].value
-            elif role == "input_ids":
-                value = state
-            else:
-                value = from_real(port, state if role == "hidden" else given[f"{role} {port['layer_type']}"])
-            yield port["name"], value
-
-    def _keep(self, layer: int, entries: Mapping[str, np.ndarray], positions: np.ndarray) -> None:
-        """Puts the new entries of real tokens in their slots; of more than a ring holds, the last."""
-        cache = self._caches[layer]
-        slots = cache.value.shape[2]
-        last = np.arange(len(positions))[-slots:]
-        where = positions[last] % slots
-        cache.key[..., where] = entries["new_key"][..., last]
-        cache.value[:, :, where] = entries["new_value"][:, :, last]
 
 
 def from_real(port: Port, value: np.ndarray) -> np.ndarray:
