@@ -18,6 +18,8 @@ from typing import Literal
 Stage = Literal["rotate", "awq", "codes", "refine", "tune"]
 STAGES: tuple[Stage, ...] = ("rotate", "awq", "codes", "refine", "tune")
 Needs = Literal["weights", "moments", "hessian"]
+# Methods that train learn from all but one of them at least.
+TRAINING_WINDOWS = 2
 NEEDS: tuple[Needs, ...] = ("weights", "moments", "hessian")
 
 
@@ -29,11 +31,13 @@ class Method:
         stage: its place in the order.
         needs: what it wants to know of a linear's inputs.
         compares: whether it wants the hidden states of the source's layers too.
+        trains: whether it works on the whole model behind the layers' other methods, and not without text.
     """
 
     stage: Stage
     needs: Needs
     compares: bool = False
+    trains: bool = False
 
 
 METHODS: dict[str, Method] = {
@@ -41,6 +45,7 @@ METHODS: dict[str, Method] = {
     "search": Method("codes", "moments"),
     "gptq": Method("codes", "hessian", compares=True),
     "refine": Method("refine", "hessian"),
+    "tune": Method("tune", "moments", trains=True),
 }
 
 
@@ -67,3 +72,8 @@ def needs(names: Sequence[str]) -> Needs:
 def compares(names: Sequence[str]) -> bool:
     """Whether any of the methods wants the hidden states of the source's layers too."""
     return any(METHODS[name].compares for name in names)
+
+
+def trains(names: Sequence[str]) -> bool:
+    """Whether any of the methods trains the whole model on calibration text."""
+    return any(METHODS[name].trains for name in names)

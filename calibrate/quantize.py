@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from calibrate.composition import compares, needs
+from calibrate.composition import compares, needs, trains
 from calibrate.grid import Grid, check_finite
 from calibrate.methods import choose
 from calibrate.replay import Replay
@@ -52,6 +52,11 @@ class Recipe:
     def compares(self) -> bool:
         """Whether any method wants the hidden states of the source's layers too."""
         return compares(self.method)
+
+    @property
+    def trains(self) -> bool:
+        """Whether `calibrate.tune` follows."""
+        return trains(self.method)
 
 
 def batches(windows: torch.Tensor) -> list[torch.Tensor]:

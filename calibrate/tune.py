@@ -174,13 +174,13 @@ class _Trainer:
 
     def run(self, progress: Progress) -> str:
         """Trains; returns a note for the ledger. Afterwards the shifts are the best that were found."""
-        steps, state = self.training.steps, self.state
-        file = self.results.folder / STATE
+        steps, file = self.training.steps, self.results.folder / STATE
         with self.end.loaded():
             if file.is_file():
                 self._load(file)
             else:
-                state.first = state.best = self._look()
+                self.state.first = self.state.best = self._look()
+            state = self.state
             for step in range(state.step, steps):
                 progress("tune", step, steps)
                 self._step(step)

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr, ValidationInfo, field_validator
 
+from calibrate.composition import TRAINING_WINDOWS, trains
 from convert.engines import Engines
 from convert.sections import FILE_BUILDERS, Calibration, Dataset, Validation, dataset_arguments
 from convert.target import Target
@@ -154,6 +155,18 @@ class Pipeline(Section):
     upload: Upload | None = None
     work: Annotated[Text, Field(validate_default=True)] = "work"
     _path: Path = PrivateAttr(default=Path("pipeline.yaml"))
+
+    @field_validator("targets")
+    @classmethod
+    def _training_has_text(cls, targets: list[Target], info: ValidationInfo) -> list[Target]:
+        # A calibration section with a problem of its own is not there.
+        calibration = info.data.get("calibration", Calibration.model_construct(samples=TRAINING_WINDOWS))
+        if any(trains(target.method) for target in targets) and getattr(calibration, "samples", 0) < TRAINING_WINDOWS:
+            raise broken_rule(
+                "method tune trains on some calibration windows and judges by others: it needs a `calibration`"
+                f" section with at least {TRAINING_WINDOWS} samples"
+            )
+        return targets
 
     @field_validator("work")
     @classmethod

@@ -13,6 +13,7 @@ from typing import Any
 from calibrate.quantize import quantize
 from calibrate.results import Results
 from calibrate.text import Windows
+from calibrate.tune import tune
 from convert.config import Pipeline
 from convert.estimate import check_room, estimate
 from convert.judge import Job, check_named_run, judge, read_past, subject_of
@@ -146,18 +147,20 @@ def _build(job: Job, plan: TargetPlan, calibration: Windows | None) -> Artifact:
         return present
     model = prepared.model
     results = Results(store.stage("calibrate", content))
-    quantize(
-        model.checkpoint,
-        model.linears,
-        plan.recipe,
-        None if windows is None else windows.ids,
-        results,
-        lambda what, done, total: show(f"{name}: {what}", done, total),
-    )
+    ids = None if windows is None else windows.ids
+
+    def progress(what: str, done: int, total: int) -> None:
+        show(f"{name}: {what}", done, total)
+
+    quantize(model.checkpoint, model.linears, plan.recipe, ids, results, progress)
+    notes = _notes(prepared, plan)
+    if plan.recipe.trains and ids is not None:
+        tuned = tune(model.checkpoint, model.checkpoint, model.linears, plan.recipe.dtype, ids, results, progress)
+        results, notes = tuned.results, (*notes, tuned.note)
     ledger = Ledger(
         source=job.source,
         target=dataclasses.asdict(plan.spec) | {"key": key, "bits_per_weight": plan.bits_per_weight},
-        notes=_notes(prepared, plan),
+        notes=notes,
         tensors=[],
         skipped_files=model.checkpoint.skipped_files(),
         source_config=model.checkpoint.config,

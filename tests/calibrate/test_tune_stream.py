@@ -11,7 +11,6 @@ from torch.func import functional_call
 from calibrate import tune_stream
 from calibrate.grid import Grid
 from calibrate.quantize import Recipe, quantize
-from calibrate.replay import Replay
 from calibrate.results import Results
 from calibrate.tune import Training, _Trainer
 from calibrate.tune_stream import divergence
@@ -44,7 +43,7 @@ def plain_gradients(model: OpenedModel, trained: _Trainer, batch: list[int]) -> 
     shifts = []
     for index, layer in enumerate(trained.trained):
         found = trained.results.load(index)
-        for name, grid in layer.grids.items():
+        for name in layer.grids:
             linear, q = layer.where[name], found.linears[name]
             scale_shift = torch.zeros_like(q.scales, requires_grad=True)
             shifts.append(scale_shift)
@@ -68,7 +67,7 @@ def plain_gradients(model: OpenedModel, trained: _Trainer, batch: list[int]) -> 
     with torch.no_grad():
         expected = torch.log_softmax(reference(ids, use_cache=False).logits, -1)
     loss = (expected.exp() * (expected - torch.log_softmax(logits, -1))).sum()
-    return float(loss), list(torch.autograd.grad(loss, shifts))
+    return float(loss.detach()), list(torch.autograd.grad(loss, shifts))
 
 
 @pytest.mark.parametrize("head", [False, True], ids=["head-kept", "head-quantised"])
