@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -39,7 +39,8 @@ class Training:
     """How long and how fast.
 
     Attributes:
-        steps: of the optimiser.
+        steps: of the optimiser, at most.
+        rounds: how often each window is seen, at most: more of them fit the windows and not the model.
         tokens: calibration tokens in a step.
         learning_rate: largest change of a scale relative to its size, or of a norm's weight relative to the norm's,
             in a step; it warms up over WARM_UP steps and then falls to zero linearly.
@@ -49,11 +50,17 @@ class Training:
     """
 
     steps: int = 160
+    rounds: int = 3
     tokens: int = 1024
     learning_rate: float = 2e-3
     every: int = 20
     held_out: int = 8
     seed: int = 0
+
+    def fitted(self, windows: int, length: int) -> Training:
+        """With as many steps as that many windows of ``length`` tokens are worth."""
+        size = min(windows, max(1, self.tokens // length))
+        return replace(self, steps=min(self.steps, self.rounds * (windows // size)))
 
     def rate(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""
@@ -143,9 +150,10 @@ class _Trainer:
     ) -> None:
         # Sums of gradients do not fit into the range of float16.
         compute = torch.bfloat16 if dtype == torch.float16 else dtype
-        self.training, self.results, self.windows = training, results, windows
+        self.results, self.windows = results, windows
         self.replay, reference = Replay(checkpoint, compute), Replay(source, compute)
         self.train, self.held = training.split(len(windows))
+        self.training = training = training.fitted(len(self.train), windows.shape[1])
         self.size = len(training.batch(0, self.train, windows.shape[1]))
         self.expected = _run(reference, windows, self.size)
         self.embedded = torch.cat(self.replay.embed(list(windows.split(self.size))))

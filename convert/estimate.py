@@ -14,6 +14,8 @@ from models.errors import EnvironmentProblem
 
 # Python with torch and transformers holds 350 MB once imported; as much again for tokenizer, text and temporaries.
 BASE_MEMORY = 700 * 2**20
+# Of tuning, for a scale and a zero: shift, best shift and two moments on disk; in memory their start and units too.
+STATE_BYTES, TRAINED_BYTES = 2 * 16, 2 * 24
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,10 @@ def estimate(prepared: Prepared) -> Estimate:
     shard = min(prepared.pipeline.output.shard_bytes, max((t.file_bytes for t in targets), default=0))
     # A method that compares holds the source's layer too.
     calibration = largest_layer * (2 + max(1, streams)) + embedding + max(1, streams) * hidden_once * 2
+    trained = [plan for plan in prepared.plans if plan.recipe.trains]
+    if trained:
+        # Table and head of the reference and of the model.
+        calibration += embedding * 3 + max(TRAINED_BYTES * _groups(plan) for plan in trained)
     model_bytes = sum(info.elements for info in checkpoint.tensors.values()) * prepared.dtype.itemsize
     validation = max(reference * 2 + largest_layer + embedding * 3, model_bytes) if prepared.pipeline.validation else 0
     return Estimate(targets, BASE_MEMORY + max(calibration, shard * 2, validation), output, work)
@@ -118,9 +124,17 @@ def _bytes_below(folder: Path) -> int:
 
 def _target(prepared: Prepared, plan: TargetPlan) -> TargetEstimate:
     # Codes and integer zero points take a byte each in the work folder, so a scale with its zero at most four.
-    groups = sum(linear.weights // plan.grid(linear.columns).group_size for linear in plan.linears)
+    groups = _groups(plan)
     kept = plan.kept_bytes(prepared.model.checkpoint)
-    return TargetEstimate(plan, plan.quantized_bytes(), kept, plan.weights + 4 * groups)
+    work = plan.weights + 4 * groups
+    if plan.recipe.trains:
+        # The layers once more as they were tuned, and the state of an unfinished training.
+        work = 2 * work + STATE_BYTES * groups
+    return TargetEstimate(plan, plan.quantized_bytes(), kept, work)
+
+
+def _groups(plan: TargetPlan) -> int:
+    return sum(linear.weights // plan.grid(linear.columns).group_size for linear in plan.linears)
 
 
 def _hidden_bytes(prepared: Prepared, validation: bool) -> int:

@@ -22,7 +22,7 @@ from models.opened import OpenedModel, open_model
 from tests.helpers import tiny_checkpoint, tokens
 
 WINDOWS = tokens(8, 32)
-TRAINING = Training(steps=12, tokens=64, every=4, held_out=4)
+TRAINING = Training(steps=12, rounds=4, tokens=64, every=4, held_out=4)
 
 
 class Killed(BaseException):
@@ -194,6 +194,7 @@ def test_every_window_is_trained_on_once_a_round_or_held_out(count: int, tokens_
     train, held = training.split(count)
     assert sorted(train + held) == list(range(count)) and train and held
     size = len(training.batch(0, train, 64))
+    assert training.fitted(len(train), 64).steps == min(160, 3 * (len(train) // size))
     per_round = len(train) // size
     for start in (0, per_round):
         seen = [w for step in range(start, start + per_round) for w in training.batch(step, train, 64)]
