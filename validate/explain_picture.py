@@ -21,29 +21,42 @@ def draw(found: Mapping[str, Any], file: Path) -> None:
     """
     layers = found["layers"]
     inside, cells = _cells(found)
+    columns = [*layers, *_heads(found)]
+    names = [str(index) for index in range(len(layers))] + [row["name"] for row in columns[len(layers) :]]
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(max(6.0, 0.32 * len(layers) + 3), 6.0 if inside else 3.2), layout="constrained")
+        figure = Figure(figsize=(max(6.0, 0.32 * len(columns) + 3), 6.0 if inside else 3.2), layout="constrained")
         panels = figure.subplots(2 if inside else 1, 1, squeeze=False)[:, 0]
         above = panels[0]
-        above.bar(range(len(layers)), [row["restored"] for row in layers], color="#4477aa", label="restored: measured")
-        attributed = [(i, row["attributed"]) for i, row in enumerate(layers) if row["attributed"] is not None]
+        above.bar(
+            range(len(columns)), [row["restored"] for row in columns], color="#4477aa", label="restored: measured"
+        )
+        attributed = [(i, row["attributed"]) for i, row in enumerate(columns) if row["attributed"] is not None]
         if attributed:
             above.plot(*zip(*attributed, strict=True), "k_", markersize=12, label="attributed")
+        every = max(1, len(layers) // 16)
+        ticks = [*range(0, len(layers), every), *range(len(layers), len(columns))]
+        above.set_xticks(ticks, [names[tick] for tick in ticks])
         above.set_ylabel("KL, nats per token")
         above.set_title(
             f"{found['artifact']}: KL {found['kl']:.4g} over {found['tokens']} tokens; what each layer causes"
         )
         above.legend(frameon=False)
-        above.set_xlim(-0.6, len(layers) - 0.4)
+        above.set_xlim(-0.6, len(columns) - 0.4)
         if inside:
             below = panels[1]
             picture = below.imshow(cells, aspect="auto", cmap="viridis", vmin=0)
             below.set_yticks(range(len(inside)), inside)
             figure.colorbar(picture, ax=below, label="attributed KL")
+            below.xaxis.get_major_locator().set_params(integer=True)
         panels[-1].set_xlabel("decoder layer")
-        panels[-1].xaxis.get_major_locator().set_params(integer=True)
         metadata: dict[str, Any] = {"Date": None} if file.suffix == ".svg" else {}
         figure.savefig(file, dpi=150, metadata=metadata)
+
+
+def _heads(found: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The head's row, where it is quantised."""
+    layers = tuple(f"{row['name']}." for row in found["layers"])
+    return [row for row in found["linears"] if not row["name"].startswith(layers) and row["restored"] is not None]
 
 
 def _cells(found: Mapping[str, Any]) -> tuple[list[str], list[list[float]]]:

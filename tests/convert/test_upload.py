@@ -197,7 +197,7 @@ def test_what_the_artifact_does_not_do_is_said(copy: Copy) -> None:
     text = card_of(ledger(folder, change)).text
     for line in (
         r"* a note with a \| and a line break",
-        "tensors are not quantised: ",
+        " tensors stay as they are: ",
         "* Not measured: an engine (why not)",
         "* The bytes are packed for ",
         "* No text was used for calibration",
