@@ -100,6 +100,8 @@ def print_explanation(found: Mapping[str, Any], console: Console) -> None:
         how = "measured" if entry["measured"] else "estimated"
         change = ", ".join(f"{key}: {value}" for key, value in entry["change"].items())
         lines.append(f"{change}: buys back {entry['kl']:.4g} of the KL ({how}) for {cost}")
+    if found["untried"]:
+        lines.append(f"not estimated, for the same bits: method {', '.join(found['untried'])}")
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     if found["advice"]:

@@ -133,6 +133,12 @@ def _changes(linears: Sequence[Linear], rows: Mapping[str, LinearRow], layout: L
     return [{"group_size": size} for size in sizes] + [{"method": [name]} for name in methods]
 
 
+def untried(rows: Mapping[str, LinearRow]) -> list[str]:
+    """Methods for the same bits that cannot be estimated here: they want more text than is looked at."""
+    used = {name for row in rows.values() for name in row.method}
+    return [name for name, method in METHODS.items() if method.needs == "hessian" and name not in used]
+
+
 def _simple(names: Sequence[str]) -> list[str]:
     """The method that chooses the codes, or what stands for it."""
     chosen = [name for name in names if name in METHODS and METHODS[name].stage == "codes"]

@@ -20,7 +20,7 @@ from models.errors import BadInput
 from models.family import Linear
 from models.opened import OpenedModel
 from validate.advice import Skip, choose, extra_bits, patterns, skips, to_yaml
-from validate.alternatives import alternatives, observed_hidden
+from validate.alternatives import alternatives, observed_hidden, untried
 from validate.restore import Restoration, restored_kl
 from validate.sensitivity import attribute
 
@@ -119,6 +119,7 @@ def explain(
         "linears": [asdict(_linear(subject, linear, parts, restored)) for linear in ranked],
         "rewritten": [_layer_name(subject, layer) for layer in sorted(subject.rewritten, key=str)],
         "check": _check(subject, parts, restored, by_layer),
+        "untried": untried(subject.rows),
         "advice": _advice(subject, chosen, falls[-1] if chosen else 0.0, others_estimated),
     }
 

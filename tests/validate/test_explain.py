@@ -232,7 +232,9 @@ def test_every_advised_target_can_be_run(workshop: Workshop, case: str, format: 
 
 def test_what_costs_nothing_comes_first(workshop: Workshop) -> None:
     built = workshop.built("llama-untied", spec("gptq"))
-    first = explain(built.model, built.artifact, IDS, 0, 0.1, quiet)["advice"][0]
+    found = explain(built.model, built.artifact, IDS, 0, 0.1, quiet)
+    assert "gptq" in found["untried"]
+    first = found["advice"][0]
     assert first["change"] == {"method": ["search"]} and first["extra_bits_per_weight"] == 0 and not first["measured"]
     # What rounding costs at all, the better method cannot buy back twice.
     assert 0 < first["kl"] < kl(built.model.checkpoint, Expansion(built.artifact))
