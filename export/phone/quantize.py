@@ -50,6 +50,7 @@ def quantize_graph(
     constants: Mapping[str, np.ndarray],
     ranges: Ranges,
     activations: str,
+    table: tuple[str, float] | None = None,
 ) -> tuple[onnx.ModelProto, Graph]:
     """One graph of a part, quantised.
 
@@ -60,11 +61,14 @@ def quantize_graph(
         constants: the other weights that are quantised (norms, biases), fp32, by initialiser name.
         ranges: of every float tensor that is no constant, tied as `tied_tensors` says.
         activations: ``uint16`` or ``uint8``.
+        table: the embedding's initialiser and the one scale of its int8 codes; None leaves it in float.
 
     Returns:
         The graph with its int8 weights as external tensors without a place yet, and its entry in the manifest.
     """
     model = _with_int8(model, scales, constants)
+    if table is not None:
+        _code_table(model, *table)
     mark = model.metadata_props.add()
     mark.key, mark.value = INFERRED
     tables = [node.name for node in model.graph.node if node.op_type == "Gather"]
@@ -90,6 +94,8 @@ def quantize_graph(
     del quantized.metadata_props[:]
     quantized.producer_name, quantized.producer_version = producer, ""
     coded, entry = _coded_ports(quantized, graph)
+    if table is not None:
+        _code_rows(coded, table[0])
     # The quantiser puts its pairs at the end.
     ONNXModel(coded).topological_sort()
     return onnx.shape_inference.infer_shapes(coded, check_type=True, strict_mode=True), entry
@@ -135,6 +141,32 @@ def _with_int8(
     del copy.graph.node[:]
     copy.graph.node.extend([*nodes, *operators])
     return copy
+
+
+def _code_table(model: onnx.ModelProto, name: str, scale: float) -> None:
+    """Puts an int8 table with one scale behind a dequantiser in a float table's place."""
+    tensor = next(tensor for tensor in model.graph.initializer if tensor.name == name)
+    model.graph.value_info.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, tensor.dims))
+    tensor.name, tensor.data_type = name + QUANTIZED, TensorProto.INT8
+    model.graph.initializer.append(numpy_helper.from_array(np.array(scale, dtype=np.float32), name + SCALE))
+    model.graph.initializer.append(numpy_helper.from_array(np.array(0, dtype=np.int8), name + ZERO_POINT))
+    inputs = [name + QUANTIZED, name + SCALE, name + ZERO_POINT]
+    model.graph.node.insert(0, helper.make_node("DequantizeLinear", inputs, [name], name=f"{name}_DequantizeLinear"))
+
+
+def _code_rows(model: onnx.ModelProto, table: str) -> None:
+    """Puts what is read from an int8 table on the table's own grid, as Qualcomm's compiler wants a Gather's output."""
+    gather = next(node for node in model.graph.node if node.op_type == "Gather" and node.input[0] == table)
+    rows = gather.output[0]
+    gather.output[0] = f"{rows}_rows"
+    grid = [table + SCALE, table + ZERO_POINT]
+    codes = f"{rows}_rows{QUANTIZED}"
+    model.graph.node.extend(
+        [
+            helper.make_node("QuantizeLinear", [gather.output[0], *grid], [codes], name=f"{rows}_rows_QuantizeLinear"),
+            helper.make_node("DequantizeLinear", [codes, *grid], [rows], name=f"{rows}_rows_DequantizeLinear"),
+        ]
+    )
 
 
 def _copied(tensor: TensorProto) -> TensorProto:

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import torch
 
-from calibrate.grid import check_finite
+from calibrate.grid import LARGEST, check_finite, stored_scales
 from calibrate.ranges import Ranges
 from calibrate.results import Results
 from export.ledger import Ledger, LinearRow, TensorRow, missing_rows
@@ -162,6 +162,10 @@ def _part(job: _Job, graphs: PartGraphs, part: Part, ranges: Ranges, folder: Pat
     tables = {node.input[0] for node in graphs.prefill.graph.node if node.op_type == "Gather"} & graphs.weights.keys()
     coded = [name for name in graphs.weights if name in job.linears]
     scales = {name: job.weights.packed(name)[1] for name in coded}
+    table = None
+    if job.options.embedding == "int8" and tables:
+        (name,) = tables
+        table = name, _table_scale(name, job.read(graphs.weights[name]))
     constants = {}
     for name, weight in graphs.weights.items():
         if name not in scales and name not in tables:
@@ -170,14 +174,16 @@ def _part(job: _Job, graphs: PartGraphs, part: Part, ranges: Ranges, folder: Pat
     entries: dict[str, Graph] = {}
     for kind in GRAPHS:
         quantized[kind], entries[kind] = quantize_graph(
-            graphs.by_kind[kind], part.graph(kind), scales, constants, ranges, job.options.activations
+            graphs.by_kind[kind], part.graph(kind), scales, constants, ranges, job.options.activations, table
         )
 
     def read(name: str) -> np.ndarray:
         source = name.removesuffix(QUANTIZED)
         if source in scales:
             return job.weights.packed(source)[0]
-        value = job.read(graphs.weights[name])
+        value = job.read(graphs.weights[source])
+        if table is not None and source == table[0]:
+            return (value / table[1]).round_().clamp_(-LARGEST, LARGEST).to(torch.int8).numpy()
         check_finite(name, value)
         return value.numpy()
 
@@ -188,6 +194,12 @@ def _part(job: _Job, graphs: PartGraphs, part: Part, ranges: Ranges, folder: Pat
         problems += graph_problems(quantized[kind], entries[kind], job.options.opset, part.norms)
     problems += quantized_problems(quantized, written, job.options.activations, len(coded))
     return written, problems
+
+
+def _table_scale(name: str, table: torch.Tensor) -> float:
+    """Of an int8 table: one for all rows, because a row's own could not follow it out of the Gather."""
+    check_finite(name, table)
+    return float(stored_scales(table.abs().max() / LARGEST, torch.float32))
 
 
 def _hidden_problems(parts: Sequence[Part]) -> list[str]:
@@ -224,8 +236,12 @@ def _rows(model: OpenedModel, job: _Job, method: tuple[str, ...]) -> list[Tensor
             reason = "old checkpoints store it, models compute it from the configuration"
             rows.append(TensorRow(name, info.shape, dtype, "dropped", (), reason))
         elif name == table:
-            reason = f"the table stays in float32; {changed}" if changed else "the table stays in float32"
-            rows.append(TensorRow(name, info.shape, dtype, "kept", (name,), reason))
+            coded = job.options.embedding == "int8"
+            reason = "the table is int8 with one scale" if coded else "the table stays in float32"
+            stored = name + QUANTIZED if coded else name
+            rows.append(
+                TensorRow(name, info.shape, dtype, "kept", (stored,), f"{reason}; {changed}" if changed else reason)
+            )
         else:
             reason = f"quantised to {job.options.activations} per tensor, as activations are"
             rows.append(
@@ -236,7 +252,7 @@ def _rows(model: OpenedModel, job: _Job, method: tuple[str, ...]) -> list[Tensor
     head = f"{model.family.head}.weight"
     if head not in model.checkpoint.tensors:
         linear = model.linears[-1]
-        reason = "untied: the embedding table stays in float32 under its own name"
+        reason = "untied: the embedding table stays under its own name"
         shape = (linear.rows, linear.columns)
         rows.append(TensorRow(head, shape, "", "quantized", (head + QUANTIZED,), reason, _linears(job, head, method)))
     return rows

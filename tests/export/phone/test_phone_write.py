@@ -157,6 +157,30 @@ def test_a_model_in_parts_computes_what_it_does_in_one(make: Callable[[str], Wri
     parts.check()
 
 
+@pytest.mark.parametrize("parts", [1, 3])
+def test_an_int8_table_is_read_on_its_own_grid(parts: int, make: Callable[[str], Written], tmp_path: Path) -> None:
+    made = make("llama, tied")
+    coded = written(made.model, tmp_path, replace(OPTIONS, parts=parts, embedding="int8"))
+    coded.check()
+    ids = np.asarray(tokens(60, seed=9))
+    assert decibels(reference(made.model, ids), Host(coded.folder).score(ids, 20)) > 22
+    size = sum(path.stat().st_size for path in coded.weight_files)
+    assert size < sum(path.stat().st_size for path in made.artifact.weight_files) - 512 * 128 * 2
+    table = PhoneExpansion(coded).read("model.embed_tokens.weight").float()
+    kept = PhoneExpansion(made.artifact).read("model.embed_tokens.weight").float()
+    assert 0 < float((table - kept).abs().max()) < float(kept.abs().max()) / 100
+
+
+def test_activations_of_8_bits_are_another_artifact(make: Callable[[str], Written], tmp_path: Path) -> None:
+    made = make("llama, tied")
+    coarse = written(made.model, tmp_path, replace(OPTIONS, activations="uint8"))
+    coarse.check()
+    ids = np.asarray(tokens(60, seed=9))
+    expected = reference(made.model, ids)
+    fine, found = (decibels(expected, Host(a.folder).score(ids, 20)) for a in (made.artifact, coarse))
+    assert found < fine - 5
+
+
 def test_writing_twice_gives_the_same_bytes(make: Callable[[str], Written], tmp_path: Path) -> None:
     made = make("spark2_5, hybrid")
     again = written(made.model, tmp_path)
