@@ -9,7 +9,7 @@ decide how far it goes: what does not improve them is not kept.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -178,7 +178,8 @@ class _Trainer:
         names = _vectors(self.replay, index)
         read = self.replay.read
         tensors = {name: found.tensors[name] if name in found.tensors else read(name) for name in names}
-        return TrainedLayer(where, grids, {name: trained_vector(value.to(dtype)) for name, value in tensors.items()})
+        vectors = {name: trained_vector(value.to(dtype)) for name, value in tensors.items()}
+        return TrainedLayer(where, _rows(self.replay, index, where), grids, vectors)
 
     def run(self, progress: Progress) -> str:
         """Trains; returns a note for the ledger. Afterwards the shifts are the best that were found."""
@@ -285,6 +286,15 @@ def _vectors(replay: Replay, index: int) -> list[str]:
     else:
         modules = {name: replay.model.get_submodule(name) for name in (replay.family.norm, replay.family.head)}
     return [f"{prefix}.{name}" for prefix, m in modules.items() for name, p in m.named_parameters() if p.dim() == 1]
+
+
+def _rows(replay: Replay, index: int, where: Mapping[str, Linear]) -> dict[str, int]:
+    """Output channels of the weights that hold a layer's linears; the head's are never fused."""
+    if index == len(replay):
+        return {f"{linear.module}.weight": linear.rows for linear in where.values()}
+    layer, prefix = replay.layers[index], replay.prefix(index) + "."
+    weights = {f"{linear.module}.weight" for linear in where.values()}
+    return {weight: len(layer.get_parameter(weight.removeprefix(prefix))) for weight in weights}
 
 
 def _optimiser(layer: TrainedLayer) -> torch.optim.Adam | None:

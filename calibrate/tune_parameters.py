@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from calibrate.grid import MIDDLE, Quantized
+from calibrate.grid import Quantized
 from calibrate.results import QuantizedLayer
 from models.family import Linear
 from models.skeleton import Reader
@@ -94,7 +94,7 @@ class TrainedGrid:
         stored = self.quantized(linear)
         if dtype != torch.bfloat16 or stored.scales.dtype != torch.bfloat16:
             return stored.dequantize(dtype)
-        # A code (5 bits) times a bf16 scale (8) is exact in fp32: operations on bf16 round once, as dequantize does.
+        # 8 bits of code times 8 of a bf16 scale are exact in fp32: operations on bf16 round once, as dequantize does.
         steps, scales = _steps(linear, dtype), stored.scales[..., None]
         weight = steps.mul_(scales) if stored.zeros is None else torch.addcmul(stored.zeros[..., None], steps, scales)
         return weight.view(linear.codes.shape)
@@ -111,7 +111,7 @@ class TrainedGrid:
 def _steps(linear: Quantized, dtype: torch.dtype) -> torch.Tensor:
     """How many scales each weight is away from its zero, [N, groups, group_size]."""
     codes = linear.codes.view(*linear.scales.shape, -1).to(dtype)
-    return codes.sub_(MIDDLE if linear.zero_points is None else linear.zero_points.to(dtype)[..., None])
+    return codes.sub_(linear.middle if linear.zero_points is None else linear.zero_points.to(dtype)[..., None])
 
 
 @dataclass
@@ -119,12 +119,14 @@ class TrainedLayer:
     """A decoder layer's numbers under training.
 
     Attributes:
-        where: each quantised linear's place in the checkpoint, by its full name.
+        where: each quantised linear's place in the checkpoint, by its full name, in the order of output channels.
+        rows: output channels of each module's weight that holds some of them, by the weight's full name.
         grids: by full linear name.
         tensors: norm weights and biases, by full name.
     """
 
     where: Mapping[str, Linear]
+    rows: Mapping[str, int]
     grids: dict[str, TrainedGrid]
     tensors: dict[str, Trained]
 
@@ -143,9 +145,8 @@ class TrainedLayer:
             if not parts:
                 return found.tensors[name] if name in found.tensors else source(name)
             weights = [self.grids[part.name].weight(found.linears[part.name], dtype) for part in parts]
-            if len(parts) == 1 and parts[0].start == 0:
-                return weights[0]
-            # Fused with rows that are not quantised, maybe.
+            if sum(part.rows for part in parts) == self.rows[name]:
+                return weights[0] if len(weights) == 1 else torch.cat(weights)
             weight = source(name).to(dtype, copy=True)
             for part, rows in zip(parts, weights, strict=True):
                 weight[part.start : part.stop] = rows

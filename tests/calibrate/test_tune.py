@@ -164,11 +164,16 @@ def test_one_layers_weights_are_in_memory_at_a_time(
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.sampled_from(["none", "integer", "float"]), st.integers(0, 1000), st.sampled_from([0.0, 0.01, 0.3, 5.0]))
+@given(
+    st.sampled_from(["none", "integer", "float", "8 bits"]),
+    st.integers(0, 1000),
+    st.sampled_from([0.0, 0.01, 0.3, 5.0]),
+)
 def test_what_is_trained_is_what_is_stored(zero: str, seed: int, size: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(6, 96, generator=generator) * 0.02
-    linear = round_to_nearest(weight, Grid(32, zero))  # type: ignore[arg-type]
+    grid_ = Grid(32, bits=8) if zero == "8 bits" else Grid(32, zero)  # type: ignore[arg-type]
+    linear = round_to_nearest(weight, grid_)
     linear.scales[::2] *= 1 if zero == "integer" else -1
     grid = TrainedGrid.of(linear)
     for parameter in grid.parameters():
@@ -199,3 +204,19 @@ def test_every_window_is_trained_on_once_a_round_or_held_out(count: int, tokens_
     for start in (0, per_round):
         seen = [w for step in range(start, start + per_round) for w in training.batch(step, train, 64)]
         assert len(set(seen)) == len(seen) == per_round * size and set(seen) <= set(train)
+
+
+def test_rows_of_a_fused_module_that_are_not_quantised_stay_the_sources(tmp_path: Path) -> None:
+    model = open_model(Folder(tiny_checkpoint(tmp_path / "model", "phi3")))
+    grids = tuple((linear.name, Grid(64)) for linear in model.linears if linear.name.endswith(("k_proj", "gate_proj")))
+    results = Results(tmp_path / "results")
+    quantize(model.checkpoint, model.linears, Recipe(grids, ("rtn",), torch.bfloat16), None, results)
+    trainer = module._Trainer(
+        model.checkpoint, model.checkpoint, model.linears, torch.bfloat16, WINDOWS, results, TRAINING
+    )
+    read = trainer.trained[0].reader(results.load(0), model.checkpoint.read, torch.bfloat16)
+    for linear in (linear for linear in model.linears if linear.layer == 0):
+        rows, source = (r(f"{linear.module}.weight") for r in (read, model.checkpoint.read))
+        assert rows.shape == source.shape
+        same = torch.equal(rows[linear.start : linear.stop], source[linear.start : linear.stop])
+        assert same == (not linear.name.endswith(("k_proj", "gate_proj")))
