@@ -14,6 +14,7 @@ from convert.prepare import read_text, validation_settings
 from convert.terminal import Reporter
 from convert.validate import check_same_model, recorded_validation
 from export.artifact import Artifact
+from export.phone.artifact import is_phone
 from models.errors import BadInput
 from models.opened import open_model
 from models.source import open_source
@@ -48,6 +49,10 @@ def explain_artifact(
     """
     if picture is not None and picture.suffix not in PICTURES:
         raise BadInput(f"--plot {picture}: expected a name that ends with {' or '.join(PICTURES)}")
+    if is_phone(folder):
+        raise BadInput(
+            f"{folder}: format phone: its graph has no layers that can be restored; explain takes the others"
+        )
     artifact = Artifact(folder)
     artifact.check()
     recorded = (artifact.ledger.validation or {}).get("settings")

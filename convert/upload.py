@@ -18,6 +18,7 @@ from convert.hub import MAIN, Package, Place, check_repo_id, connect, publish
 from convert.yaml_lines import suggestion
 from export.artifact import CARD, Artifact, is_artifact
 from export.ledger import FILE as LEDGER
+from export.phone.artifact import is_phone
 from models.errors import BadInput, ConvertError, GateFailed
 from models.files import sha256
 from validate.entry import digest
@@ -73,6 +74,8 @@ def _check_repo(place: Place, names: Sequence[str]) -> None:
 
 
 def _parcel(folder: Path, place: Place, origin: Origin) -> Parcel:
+    if is_phone(folder):
+        raise BadInput(f"{folder}: format phone: there is no model card for it yet, so it is not uploaded")
     artifact = Artifact(folder)
     artifact.check()
     check_validation(artifact)

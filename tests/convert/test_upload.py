@@ -18,6 +18,7 @@ from convert.card import Origin, model_card
 from convert.snippets import snippets
 from export.artifact import Artifact
 from export.layouts import LAYOUTS
+from export.phone.manifest import FILE as PHONE
 from tests.helpers import MODEL_TYPES
 from tests.hub_server import TOKEN, Hub, serve
 from tests.runs import TARGETS, TIMEOUT, command, environment, invoke, project, settings, write_yaml
@@ -97,6 +98,14 @@ def test_a_validation_of_other_bytes_is_refused(copy: Copy) -> None:
     ledger(folder, lambda content: content["files"].update({"generation_config.json": digest}))
     result = invoke("upload", folder, "--repo", "a/b")
     assert result.exit_code == 2 and "its validation is older than its bytes" in result.output
+
+
+def test_a_phones_artifact_is_refused_by_name(copy: Copy) -> None:
+    folder = copy()
+    (folder / "output" / "gptq" / PHONE).write_text("{}")
+    for name, *rest in (("upload", "--repo", "a/b"), ("explain", "--reference", folder / "model")):
+        result = invoke(name, folder / "output" / "gptq", *rest)
+        assert result.exit_code == 2 and "format phone: " in result.output
 
 
 def test_a_ledger_of_a_newer_schema_is_refused(copy: Copy) -> None:
