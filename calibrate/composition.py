@@ -2,7 +2,7 @@
 
 A list names exactly one method that chooses codes; the others work around it:
 
-1. ``rotate``, ``awq`` rewrite weights without changing the model's function;
+1. stages ``rotate`` and ``awq`` are for rewrites of the weights that keep the model's function; none is built yet;
 2. ``rtn``, ``search``, ``gptq`` choose a linear's codes, scales and zeros;
 3. ``refine`` improves them for the same layout, and ``tune`` trains them by gradient.
 

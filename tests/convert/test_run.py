@@ -13,6 +13,7 @@ from safetensors import safe_open
 from convert.store import LOCK
 from export.ledger import Ledger
 from tests.runs import (
+    LENGTH,
     TARGETS,
     VOLATILE,
     content,
@@ -302,3 +303,24 @@ def test_intermediate_results_leave_no_hidden_states_behind(finished: Path) -> N
     for file in (finished / "work").glob("calibrate-*/layer-*.safetensors"):
         with safe_open(file, "pt") as opened:
             assert "errors" in opened.metadata()["found"]
+
+
+def test_compensated_and_refined_targets_run_from_the_command_line(tmp_path: Path) -> None:
+    """Every format with [gptq, refine]: what is written is whole, and loses less than rounding to nearest."""
+    targets = [
+        {"name": f"{format}-{method[0]}", "format": format, "group_size": 32, "method": method, "lm_head": "keep"}
+        for format in ("gptq", "awq", "tinygemm")
+        for method in (["rtn"], ["gptq", "refine"])
+    ]
+    # Some tokens more than channels: fewer say little of the inputs.
+    calibration = {"dataset": {"path": "text", "data_files": "text.txt"}, "samples": 60, "sequence_length": LENGTH}
+    yaml = project(tmp_path / "project", targets=targets, calibration=calibration)
+    result = invoke("run", str(yaml))
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path / "project" / "output" / "report.json").read_text())
+    losses = {target["name"]: target["kl"] for target in report["targets"]}
+    for format in ("gptq", "awq", "tinygemm"):
+        assert losses[f"{format}-gptq"] < losses[f"{format}-rtn"], format
+        ledger = Ledger.read(tmp_path / "project" / "output" / f"{format}-gptq")
+        methods = {linear.method for row in ledger.tensors for linear in row.linears}
+        assert methods == {("gptq", "refine")}
