@@ -141,15 +141,15 @@ def expand(artifact: Path, out: Path, shard_size: int) -> None:
     Example:
       convert expand output/gptq expanded/gptq
     """
-    from export.artifact import Artifact, Expansion
+    from export.opened import expansion_of, open_artifact, save
     from models.errors import BadInput
 
     if out.exists():
         raise BadInput(f"{out}: already there; name a new folder")
-    opened = Artifact(artifact)
+    opened = open_artifact(artifact)
     opened.check()
-    expansion = Expansion(opened)
-    expansion.save(out, shard_size)
+    expansion = expansion_of(opened)
+    save(expansion, out, shard_size)
     click.echo(f"{out}: {len(expansion.tensors)} tensors")
 
 

@@ -44,6 +44,8 @@ class Engines(Section):
     vllm: VllmEngine | None = None
     gptqmodel: Engine | None = None
     transformers: Engine | None = None
+    onnxruntime: Engine | None = None
+    qnn: Engine | None = None
 
 
 def find_engines(
@@ -86,8 +88,8 @@ def find_engines(
 def _interpreter(engine: str, settings: Engine | None, base: Path | None) -> Path:
     if settings is not None:
         return resolve_path(settings.python, base or Path.cwd())
-    if engine == "transformers":
-        # It is a dependency of this project.
+    if engine in ("transformers", "onnxruntime"):
+        # They are dependencies of this project.
         return Path(sys.executable)
     if BUILT.is_file():
         return BUILT.absolute()

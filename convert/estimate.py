@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 
 from convert.prepare import Prepared
-from export.plan import TargetPlan
+from export.opened import AnyPlan
 from models.errors import EnvironmentProblem
 
 # Python with torch and transformers holds 350 MB once imported; as much again for tokenizer, text and temporaries.
@@ -27,7 +27,7 @@ class TargetEstimate:
         work_bytes: codes and scales in the work folder.
     """
 
-    plan: TargetPlan
+    plan: AnyPlan
     quantized_bytes: int
     kept_bytes: int
     work_bytes: int
@@ -122,7 +122,7 @@ def _bytes_below(folder: Path) -> int:
     return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def _target(prepared: Prepared, plan: TargetPlan) -> TargetEstimate:
+def _target(prepared: Prepared, plan: AnyPlan) -> TargetEstimate:
     # Codes and integer zero points take a byte each in the work folder, so a scale with its zero at most four.
     groups = _groups(plan)
     kept = plan.kept_bytes(prepared.model.checkpoint)
@@ -133,7 +133,7 @@ def _target(prepared: Prepared, plan: TargetPlan) -> TargetEstimate:
     return TargetEstimate(plan, plan.quantized_bytes(), kept, work)
 
 
-def _groups(plan: TargetPlan) -> int:
+def _groups(plan: AnyPlan) -> int:
     return sum(linear.weights // plan.grid(linear.columns).group_size for linear in plan.linears)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ from rich.table import Table
 
 from convert.estimate import Estimate, size
 from convert.prepare import Prepared
-from export.artifact import Artifact, is_artifact
-from models.checkpoint import Checkpoint
+from export.artifact import is_artifact
+from export.opened import AnyArtifact, AnyPlan, open_artifact
+from export.phone.artifact import PhoneArtifact
+from export.phone.plan import PhonePlan
+from models.checkpoint import TensorInfo
 from models.family import family_of
 from models.source import open_source
 
@@ -30,7 +34,7 @@ def plan_to_dict(prepared: Prepared, needs: Estimate) -> dict[str, Any]:
                 "name": target.plan.spec.name,
                 "format": target.plan.spec.format,
                 "method": list(target.plan.spec.method),
-                "group_size": target.plan.options.group_size,
+                "group_size": _group_size(target.plan),
                 "bits_per_weight": target.plan.bits_per_weight,
                 "quantized_bytes": target.quantized_bytes,
                 "kept_bytes": target.kept_bytes,
@@ -38,7 +42,7 @@ def plan_to_dict(prepared: Prepared, needs: Estimate) -> dict[str, Any]:
                     linear.name: [linear.rows, linear.columns, target.plan.grid(linear.columns).group_size]
                     for linear in target.plan.linears
                 },
-                "modules": [module.name for module in target.plan.quantized],
+                "modules": _modules(target.plan),
                 "kept": dict(target.plan.kept),
                 "notes": [*target.plan.notes, *_reason(prepared, target.plan.spec.name)],
             }
@@ -84,13 +88,13 @@ def inspect_path(path: str) -> dict[str, Any]:
     """What a source or an artifact holds, as JSON values."""
     folder = Path(path)
     if folder.is_dir() and is_artifact(folder):
-        artifact = Artifact(folder)
+        artifact = open_artifact(folder)
         artifact.check()
         ledger = artifact.ledger
         return {
             "kind": "artifact",
             "name": path,
-            "quantization_config": artifact.config,
+            **_scheme(artifact),
             "bits_per_weight": artifact.bits_per_weight,
             "source": ledger.source["name"],
             "target": ledger.target,
@@ -99,7 +103,7 @@ def inspect_path(path: str) -> dict[str, Any]:
             "notes": list(ledger.notes),
             "worst_linears": _worst(artifact),
             "validation": (ledger.validation or {}).get("report"),
-            **_tensors(artifact.files),
+            **_stored(artifact),
         }
     with tempfile.TemporaryDirectory(prefix="convert-") as scratch:
         checkpoint = open_source(path, base=Path.cwd(), side_folder=Path(scratch))
@@ -113,7 +117,7 @@ def inspect_path(path: str) -> dict[str, Any]:
             "tied_head": f"{family.head}.weight" not in checkpoint.tensors,
             "side_files": sorted(checkpoint.side_files()),
             "skipped_files": checkpoint.skipped_files(),
-            **_tensors(checkpoint),
+            **_tensors(checkpoint.tensors),
         }
 
 
@@ -136,8 +140,7 @@ def print_inspection(found: dict[str, Any], console: Console) -> None:
     console.print(table)
 
 
-def _tensors(checkpoint: Checkpoint) -> dict[str, Any]:
-    infos = checkpoint.tensors
+def _tensors(infos: Mapping[str, TensorInfo]) -> dict[str, Any]:
     return {
         "bytes": sum(info.nbytes for info in infos.values()),
         "parameters": sum(info.elements for info in infos.values()),
@@ -145,9 +148,39 @@ def _tensors(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _worst(artifact: Artifact) -> dict[str, float]:
+def _worst(artifact: AnyArtifact) -> dict[str, float]:
     errors = {linear.linear: linear.error for row in artifact.ledger.tensors for linear in row.linears}
     return dict(sorted(errors.items(), key=lambda item: -item[1])[:5])
+
+
+def _scheme(artifact: AnyArtifact) -> dict[str, Any]:
+    """How its tensors are to be read."""
+    if not isinstance(artifact, PhoneArtifact):
+        return {"quantization_config": artifact.config}
+    manifest = artifact.manifest
+    return {
+        "context": manifest.context,
+        "prefill": manifest.prefill,
+        "mask_value": manifest.mask_value,
+        "caches": {type: f"{cache.kind} of {cache.slots} slots" for type, cache in manifest.caches.items()},
+        "parts": {part.data: f"layers {part.layers[0]} to {part.layers[1]}" for part in manifest.parts},
+        "operators": {path.name: dict(counts) for path, counts in artifact.operators()},
+    }
+
+
+def _stored(artifact: AnyArtifact) -> dict[str, Any]:
+    return _tensors(artifact.stored() if isinstance(artifact, PhoneArtifact) else artifact.files.tensors)
+
+
+def _group_size(plan: AnyPlan) -> int:
+    return -1 if isinstance(plan, PhonePlan) else plan.options.group_size
+
+
+def _modules(plan: AnyPlan) -> list[str]:
+    """Of a phone's graphs, which hold projections fused as the source does."""
+    if isinstance(plan, PhonePlan):
+        return list(dict.fromkeys(linear.module for linear in plan.linears))
+    return [module.name for module in plan.quantized]
 
 
 def _inside(name: str, layers: str) -> str:

@@ -14,7 +14,7 @@ from convert.report_files import write_reports
 from convert.store import Store
 from convert.terminal import Reporter
 from convert.yaml_lines import resolve_path, suggestion
-from export.artifact import Artifact
+from export.opened import AnyArtifact
 from models.errors import BadInput, EnvironmentProblem, GateFailed
 from models.files import replace_file, to_json
 from validate.baseline import NAMES
@@ -99,7 +99,7 @@ def subject_of(source: Mapping[str, Any], settings: Settings) -> Subject:
 
 def judge(
     job: Job,
-    artifacts: Sequence[Artifact],
+    artifacts: Sequence[AnyArtifact],
     settings: Settings,
     past: Past,
     began: float,
@@ -153,8 +153,8 @@ def _judged_and_failed(target: Mapping[str, Any]) -> bool:
 
 
 def _measure_all(
-    job: Job, artifacts: Sequence[Artifact], settings: Settings, again: bool
-) -> list[tuple[Artifact, Measurement]]:
+    job: Job, artifacts: Sequence[AnyArtifact], settings: Settings, again: bool
+) -> list[tuple[AnyArtifact, Measurement]]:
     """Measures every artifact, or takes the measurement of the same bytes from an earlier run."""
     checkpoint, store, show = job.prepared.model.checkpoint, job.store, job.show
     reference_key = {"source": job.source["files"], **settings.key()}
@@ -199,7 +199,7 @@ def _read(file: Any) -> Measurement:
     return Measurement.from_dict(json.loads(file.read_text(encoding="utf-8")))
 
 
-def _record(artifact: Artifact, entry: dict[str, Any], pipeline: Pipeline) -> None:
+def _record(artifact: AnyArtifact, entry: dict[str, Any], pipeline: Pipeline) -> None:
     """Puts a target's entry of the report into its ledger, with the text that it was measured on."""
     config = pipeline.validation
     assert config is not None

@@ -25,9 +25,12 @@ from calibrate.text import (
 from convert.config import Dataset, Pipeline, Validation, dataset_arguments
 from convert.device import probe, read_device, recommend
 from convert.engines import find_engines
+from convert.phone_rules import phone_problems
 from convert.target import Target
 from convert.yaml_lines import suggestion
-from export.plan import TargetPlan, TargetSpec, make_plan
+from export.opened import AnyPlan
+from export.phone.plan import FORMAT, PhoneSpec, make_phone_plan
+from export.plan import TargetSpec, make_plan
 from models.errors import BadInput
 from models.opened import OpenedModel, open_model
 from models.source import open_source
@@ -63,7 +66,7 @@ class Prepared:
 
     pipeline: Pipeline
     model: OpenedModel
-    plans: tuple[TargetPlan, ...]
+    plans: tuple[AnyPlan, ...]
     reasons: dict[str, str]
     device: dict[str, Any]
     engines: tuple[EngineSpec, ...] = ()
@@ -106,7 +109,7 @@ class Prepared:
     def calibration(self) -> Windows | None:
         """The calibration windows, when there is a text and a method gains from it."""
         config = self.pipeline.calibration
-        if config is None or not any(plan.recipe.uses_text for plan in self.plans):
+        if config is None or not any(plan.uses_text for plan in self.plans):
             return None
         text = self._text(config.dataset)
         windows = calibration_windows(self.tokenizer, text, config.samples, config.sequence_length, config.seed)
@@ -210,13 +213,14 @@ def prepare(pipeline: Pipeline, only: tuple[str, ...] = ()) -> Prepared:
     dtype = getattr(torch, pipeline.model.dtype)
     device = probe()
     problems: list[str] = []
-    plans, reasons = [], {}
+    plans: list[AnyPlan] = []
+    reasons = {}
     for target in chosen:
         try:
             resolved, reason = _resolve(target, pipeline, device)
             if reason:
                 reasons[target.name] = reason
-            plans.append(make_plan(to_spec(resolved), model.checkpoint, model.family, model.linears, dtype))
+            plans.append(_plan(resolved, pipeline, model, dtype))
         except BadInput as error:
             problems += error.problems
     if problems:
@@ -224,7 +228,20 @@ def prepare(pipeline: Pipeline, only: tuple[str, ...] = ()) -> Prepared:
     return Prepared(pipeline, model, tuple(plans), reasons, device.model_dump(mode="json"), _engines(pipeline, plans))
 
 
-def _engines(pipeline: Pipeline, plans: list[TargetPlan]) -> tuple[EngineSpec, ...]:
+def _plan(target: Target, pipeline: Pipeline, model: OpenedModel, dtype: torch.dtype) -> AnyPlan:
+    if target.format != FORMAT:
+        return make_plan(to_spec(target), model.checkpoint, model.family, model.linears, dtype)
+    problems = phone_problems(target, pipeline)
+    try:
+        plan = make_phone_plan(PhoneSpec(target.name, tuple(target.method), target.phone_options), model)
+    except BadInput as error:
+        problems += error.problems
+    if problems:
+        raise BadInput(problems)
+    return plan
+
+
+def _engines(pipeline: Pipeline, plans: list[AnyPlan]) -> tuple[EngineSpec, ...]:
     """Looked for before any work, so that an absent one costs nothing."""
     names: list[str] = [*pipeline.validation.engines] if pipeline.validation else []
     formats = [plan.spec.format for plan in plans]

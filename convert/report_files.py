@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from export.artifact import Artifact
+from export.opened import AnyArtifact
 from models.files import replace_file, to_json
 from validate.entry import Entry
 from validate.junit import to_junit
@@ -16,7 +16,7 @@ REPORT, PAGE, JUNIT = "report.json", "report.html", "junit.xml"
 
 
 def write_reports(
-    folder: Path, report: Mapping[str, Any], artifacts: Sequence[Artifact], earlier: Sequence[Entry] = ()
+    folder: Path, report: Mapping[str, Any], artifacts: Sequence[AnyArtifact], earlier: Sequence[Entry] = ()
 ) -> None:
     """Replaces each of the files whole; ``report.json`` last, so that where it is new the others are."""
     folder.mkdir(parents=True, exist_ok=True)

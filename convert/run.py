@@ -20,11 +20,14 @@ from convert.judge import Job, check_named_run, judge, read_past, subject_of
 from convert.prepare import Prepared, prepare
 from convert.store import LOCK, Store, locked
 from convert.terminal import Reporter
-from export.artifact import Artifact, is_artifact, write
+from export.artifact import is_artifact, write
 from export.ledger import Ledger
-from export.plan import TargetPlan
+from export.opened import AnyArtifact, AnyPlan, open_artifact
+from export.phone.plan import PhonePlan
+from export.phone.write import write as write_phone
 from models.errors import BadInput
 from models.files import recover_folder, replace_file, to_json
+from validate.engines.workers.phone_host import PartDriver
 
 RUN_FILE = "run.json"
 
@@ -133,7 +136,7 @@ def _replace_changed(file: Path, content: bytes) -> None:
         replace_file(file, content)
 
 
-def _build(job: Job, plan: TargetPlan, calibration: Windows | None) -> Artifact:
+def _build(job: Job, plan: AnyPlan, calibration: Windows | None) -> AnyArtifact:
     """Calibrates and writes one target, or takes the artifact that is already there; checks its bytes either way."""
     prepared, pipeline, store, show = job.prepared, job.prepared.pipeline, job.store, job.show
     windows = windows_for(plan, calibration)
@@ -152,10 +155,13 @@ def _build(job: Job, plan: TargetPlan, calibration: Windows | None) -> Artifact:
     def progress(what: str, done: int, total: int) -> None:
         show(f"{name}: {what}", done, total)
 
-    quantize(model.checkpoint, model.linears, plan.recipe, ids, results, progress)
+    # What is quantised: a phone's graphs may hold the same function in other weights.
+    weights = plan.rewritten(model).checkpoint if isinstance(plan, PhonePlan) else model.checkpoint
+    linears = plan.linears if isinstance(plan, PhonePlan) else model.linears
+    quantize(weights, linears, plan.recipe, ids, results, progress)
     notes = _notes(prepared, plan)
     if plan.recipe.trains and ids is not None:
-        tuned = tune(model.checkpoint, model.checkpoint, model.linears, plan.recipe.dtype, ids, results, progress)
+        tuned = tune(model.checkpoint, weights, linears, plan.recipe.dtype, ids, results, progress)
         results, notes = tuned.results, (*notes, tuned.note)
     ledger = Ledger(
         source=job.source,
@@ -168,44 +174,50 @@ def _build(job: Job, plan: TargetPlan, calibration: Windows | None) -> Artifact:
         calibration=_calibration_record(pipeline, folder, windows),
         device=prepared.device,
     )
-    write(plan, model.checkpoint, results, model.dimensions.layers, folder, ledger, pipeline.output.shard_bytes)
-    artifact = Artifact(folder)
+    if isinstance(plan, PhonePlan):
+        observed = store.stage("observe", {"calibrate": content, "options": dataclasses.asdict(plan.options)})
+        method, options = plan.spec.method, plan.options
+        write_phone(model, method, options, results, ids, folder, ledger, observed, PartDriver, progress=progress)
+    else:
+        write(plan, model.checkpoint, results, model.dimensions.layers, folder, ledger, pipeline.output.shard_bytes)
+    artifact = open_artifact(folder)
     artifact.check()
     show.say(f"{name}: written to {os.path.relpath(folder)}")
     return artifact
 
 
-def windows_for(plan: TargetPlan, calibration: Windows | None) -> Windows | None:
+def windows_for(plan: AnyPlan, calibration: Windows | None) -> Windows | None:
     """The calibration text, for a target whose method looks at it."""
-    return calibration if plan.recipe.uses_text else None
+    return calibration if plan.uses_text else None
 
 
-def calibration_key(job: Job, plan: TargetPlan, windows: Windows | None) -> dict[str, Any]:
+def calibration_key(job: Job, plan: AnyPlan, windows: Windows | None) -> dict[str, Any]:
     """What decides a target's quantised layers."""
-    return {
+    content = {
         "source": job.source["files"],
         "recipe": repr(plan.recipe),
         "windows": None if windows is None else windows.digest(),
     }
+    return content | {"rewrites": plan.rewrites} if isinstance(plan, PhonePlan) else content
 
 
-def export_key(job: Job, plan: TargetPlan, calibration: Windows | None) -> str:
+def export_key(job: Job, plan: AnyPlan, calibration: Windows | None) -> str:
     """What decides an artifact's bytes, hashed; its ledger holds it."""
-    content = {
+    content: dict[str, Any] = {
         "calibrate": job.store.key("calibrate", calibration_key(job, plan, windows_for(plan, calibration))),
         "options": dataclasses.asdict(plan.options),
-        "fused": plan.spec.fused,
-        "shard_bytes": job.prepared.pipeline.output.shard_bytes,
     }
+    if not isinstance(plan, PhonePlan):
+        content |= {"fused": plan.spec.fused, "shard_bytes": job.prepared.pipeline.output.shard_bytes}
     return job.store.key("export", content)
 
 
-def _up_to_date(folder: Path, key: str, show: Reporter) -> Artifact | None:
+def _up_to_date(folder: Path, key: str, show: Reporter) -> AnyArtifact | None:
     """The artifact that is already there, when it is what this run would write, and whole."""
     if not is_artifact(folder):
         return None
     try:
-        artifact = Artifact(folder)
+        artifact = open_artifact(folder)
         if artifact.ledger.target.get("key") != key:
             return None
         show(f"{folder.name}: hashes", 0, 1)
@@ -218,11 +230,11 @@ def _up_to_date(folder: Path, key: str, show: Reporter) -> Artifact | None:
     return artifact
 
 
-def _notes(prepared: Prepared, plan: TargetPlan) -> tuple[str, ...]:
+def _notes(prepared: Prepared, plan: AnyPlan) -> tuple[str, ...]:
     notes = list(plan.notes)
     if plan.spec.name in prepared.reasons:
         notes.append(prepared.reasons[plan.spec.name])
-    if plan.recipe.uses_text and prepared.pipeline.calibration is None:
+    if plan.uses_text and prepared.pipeline.calibration is None:
         notes.append("no calibration text: every input channel weighs the same")
     return tuple(notes)
 

@@ -154,7 +154,7 @@ class Validation(Section):
     greedy: Greedy = Greedy()
     engine: bool = True
     engine_tokens: int = Field(default_factory=lambda data: data["tokens"])
-    engines: list[Literal["vllm", "gptqmodel", "transformers"]] = []
+    engines: list[Literal["vllm", "gptqmodel", "transformers", "onnxruntime", "qnn"]] = []
     bos: BosPolicy = "auto"
     long_context: Annotated[int, Field(ge=0)] = 0
     strict: bool = False

@@ -41,11 +41,11 @@ from pathlib import Path
 
 from huggingface_hub import snapshot_download
 
-from export.artifact import Artifact, Expansion
+from export.opened import expansion_of, open_artifact, save
 
-artifact = Artifact(Path(snapshot_download("{repo}")))
+artifact = open_artifact(Path(snapshot_download("{repo}")))
 artifact.check()
-Expansion(artifact).save(Path("{name}-{dtype}"), shard_bytes=2 * 10**9)
+save(expansion_of(artifact), Path("{name}-{dtype}"), shard_bytes=2 * 10**9)
 """
 
 

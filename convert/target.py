@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
 
 from calibrate.composition import METHODS, composition_problems
-from convert.phone_target import PhoneKeys
+from convert.phone_target import PhoneKeys, phone_composition_problems
 from convert.yaml_lines import (
     Text,
     broken_rule,
@@ -153,12 +153,13 @@ class Target(PhoneKeys):
     @field_validator("method")
     @classmethod
     def _methods_known(cls, method: list[str], info: ValidationInfo) -> list[str]:
-        known = PHONE_METHODS if info.data.get("format") == "phone" else METHODS
+        phone = info.data.get("format") == "phone"
+        known = PHONE_METHODS if phone else tuple(METHODS)
         for name in method:
             if name not in known:
-                elsewhere = " for format phone" if name in METHODS else ""
+                elsewhere = f" for format {info.data.get('format')}" if name in {*METHODS, *PHONE_METHODS} else ""
                 raise broken_rule(f"unknown method '{name}'{elsewhere}{suggestion(name, known)}")
-        problems = composition_problems(method)
+        problems = phone_composition_problems(method) if phone else composition_problems(method)
         if problems:
             raise broken_rule("; ".join(problems))
         return method

@@ -20,7 +20,8 @@ from convert.sections import Validation
 from convert.store import Store
 from convert.terminal import Reporter
 from convert.yaml_lines import explain
-from export.artifact import Artifact, is_artifact
+from export.artifact import is_artifact
+from export.opened import AnyArtifact, open_artifact
 from models.errors import BadInput
 from models.files import recover_folder
 from models.opened import open_model
@@ -58,7 +59,7 @@ def validate_artifact(
         BadInput: when the artifact or the reference is damaged, or no text can be found.
     """
     began = time.monotonic()
-    artifact = Artifact(folder)
+    artifact = open_artifact(folder)
     show(f"{folder.name}: hashes", 0, 1)
     artifact.check()
     show(f"{folder.name}: hashes", 1, 1)
@@ -119,7 +120,7 @@ def validate_pipeline(pipeline: Pipeline, only: tuple[str, ...], show: Reporter)
         return judge(job, artifacts, texts.settings, past, began, warnings, again=True)
 
 
-def _written(job: Job) -> list[Artifact]:
+def _written(job: Job) -> list[AnyArtifact]:
     """The artifacts of a pipeline's targets, each checked."""
     problems: list[str] = []
     found = []
@@ -129,7 +130,7 @@ def _written(job: Job) -> list[Artifact]:
         try:
             if not is_artifact(folder):
                 raise BadInput(f"{folder}: no artifact there; `convert run` writes it")
-            artifact = Artifact(folder)
+            artifact = open_artifact(folder)
             job.show(f"{folder.name}: hashes", 0, 1)
             artifact.check()
             job.show(f"{folder.name}: hashes", 1, 1)
@@ -141,7 +142,7 @@ def _written(job: Job) -> list[Artifact]:
     return found
 
 
-def _warnings(artifact: Artifact, files: Mapping[str, str], text_sha256: str) -> list[str]:
+def _warnings(artifact: AnyArtifact, files: Mapping[str, str], text_sha256: str) -> list[str]:
     """What makes a measurement worth less than it looks."""
     ledger, found = artifact.ledger, []
     changed = sorted(name for name, value in ledger.source["files"].items() if files.get(name) != value)
@@ -153,26 +154,26 @@ def _warnings(artifact: Artifact, files: Mapping[str, str], text_sha256: str) ->
 
 
 def _engines(
-    artifact: Artifact, names: Sequence[str], python: Path | None, pipeline: Path | None
+    artifact: AnyArtifact, names: Sequence[str], python: Path | None, pipeline: Path | None
 ) -> tuple[EngineSpec, ...]:
     loaded = load(pipeline) if pipeline is not None else None
     return find_engines(
         list(names),
-        [artifact.layout.FORMAT],
+        [artifact.format],
         python,
         loaded.engines if loaded else None,
         loaded.folder if loaded else None,
     )
 
 
-def check_same_model(artifact: Artifact, config: dict[str, Any], reference: str) -> None:
+def check_same_model(artifact: AnyArtifact, config: dict[str, Any], reference: str) -> None:
     """The shapes that must agree for logits to be comparable."""
     keys = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
     problems = [
-        f"{reference}: config.json: {key}: expected {artifact.files.config.get(key)!r} as in the artifact,"
+        f"{reference}: config.json: {key}: expected {artifact.model_config.get(key)!r} as in the artifact,"
         f" found {config.get(key)!r}"
         for key in keys
-        if artifact.files.config.get(key) != config.get(key)
+        if artifact.model_config.get(key) != config.get(key)
     ]
     if problems:
         raise BadInput(problems)

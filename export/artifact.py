@@ -249,9 +249,9 @@ class Artifact:
         return self.layout.FORMAT
 
     @property
-    def source_config(self) -> dict[str, Any]:
-        """The configuration of the model that it was made from."""
-        return self.ledger.source_config
+    def model_config(self) -> dict[str, Any]:
+        """The model's configuration."""
+        return self.files.config
 
     @property
     def weight_files(self) -> list[Path]:
@@ -340,17 +340,6 @@ class Expansion(Checkpoint):
 
     def hashes(self) -> dict[str, str]:
         return dict(self.artifact.ledger.files)
-
-    def save(self, folder: Path, shard_bytes: int) -> None:
-        """Writes a plain checkpoint that ``AutoModelForCausalLM.from_pretrained`` loads; whole or not at all."""
-        with atomic_folder(folder) as partial:
-            writer = Writer(partial, shard_bytes)
-            for name in self.tensors:
-                writer.add(name, self.read(name))
-            writer.finish()
-            (partial / "config.json").write_bytes(to_json(self.config))
-            for file, path in self.side_files().items():
-                shutil.copyfile(path, partial / file)
 
 
 def _is_float(row: TensorRow) -> bool:

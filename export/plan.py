@@ -108,6 +108,11 @@ class TargetPlan:
         return Recipe(grids, self.spec.method, self.dtype)
 
     @property
+    def uses_text(self) -> bool:
+        """Whether a calibration text changes what is written."""
+        return self.recipe.uses_text
+
+    @property
     def weights(self) -> int:
         return sum(linear.weights for linear in self.linears)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,14 @@ from torch import nn
 from calibrate.results import save_tensors
 from calibrate.text import Windows, digest_of
 from export.artifact import Artifact, Expansion
+from export.opened import AnyArtifact, expansion_of
+from export.phone.artifact import PhoneArtifact
 from models.checkpoint import Checkpoint
 from models.errors import BadInput
 from validate.divergence import parted
 from validate.engines.check import EngineSpec, check_engine
+from validate.engines.onnxruntime import NAME as HOST
+from validate.engines.onnxruntime import measure_host
 from validate.greedy import Continuations, continue_greedily, pieces
 from validate.kernels import TinygemmLinear, W4A8Linear
 from validate.long_context import LongText, compare_long, long_logprobs
@@ -157,7 +161,7 @@ def measure_reference(checkpoint: Checkpoint, settings: Settings, cache: Path, p
 
 
 def measure(
-    artifact: Artifact,
+    artifact: AnyArtifact,
     checkpoint: Checkpoint,
     reference: Reference,
     settings: Settings,
@@ -165,7 +169,7 @@ def measure(
 ) -> Measurement:
     """Measures what an artifact's bytes lost against the reference checkpoint; `Artifact.check` comes first."""
     name = artifact.ledger.target["name"]
-    expansion = Expansion(artifact)
+    expansion = expansion_of(artifact)
     ids = settings.windows.ids
     part = _parts(progress, f"{name}: ")
     hidden = final_hidden(expansion, ids, settings.dtype, progress=part("weights"))
@@ -175,16 +179,20 @@ def measure(
     )
     both = reference.continuations, continuations
     greedy = parted(checkpoint, expansion, settings.prompts, both, settings.dtype, settings.tokenizer)
-    engine = _engine(artifact, expansion, checkpoint, reference, settings, scores, part)
+    if isinstance(artifact, PhoneArtifact):
+        engine = _host(artifact, checkpoint, reference, settings, scores, part)
+    else:
+        engine = _engine(artifact, Expansion(artifact), checkpoint, reference, settings, scores, part)
     engines = []
     for spec in settings.engines:
-        if artifact.layout.FORMAT not in spec.formats:
+        if artifact.format not in spec.formats:
             continue
         progress(f"{name}: {spec.name}", 0, 1)
         engines.append(
             check_engine(
                 spec,
                 artifact,
+                checkpoint,
                 ids[settings.chosen],
                 hidden[settings.chosen],
                 settings.prompts,
@@ -202,7 +210,7 @@ def measure(
 
 
 def _long(
-    expansion: Expansion, reference: Reference, settings: Settings, part: Callable[[str], Part]
+    expansion: Checkpoint, reference: Reference, settings: Settings, part: Callable[[str], Part]
 ) -> dict[str, Any] | None:
     if settings.long is None or reference.long is None:
         return None
@@ -234,7 +242,6 @@ def _engine(
         )
     except UnsuitedKernelError as error:
         return {"name": name, "skipped": str(error)}
-    lost = sum(engine.nll) / len(chosen) - sum(scores.nll[i] for i in chosen) / len(chosen)
     return {
         "name": name,
         "perplexity": engine.perplexity,
@@ -242,5 +249,31 @@ def _engine(
         "perplexity_ratio_se": engine.perplexity_ratio_se,
         "kl": engine.kl,
         "tokens": engine.tokens,
-        "gap": abs(math.expm1(lost)) if lost < MAX_EXPONENT else math.inf,
+        "gap": _gap(engine.nll, scores, chosen),
     }
+
+
+def _host(
+    artifact: PhoneArtifact,
+    checkpoint: Checkpoint,
+    reference: Reference,
+    settings: Settings,
+    scores: Comparison,
+    part: Callable[[str], Part],
+) -> dict[str, Any]:
+    """Runs the graphs on the engine's windows and on the prompts; where the context is too short, says so."""
+    if not settings.engine_windows:
+        return {"name": HOST, "skipped": "validation: engine: false"}
+    ids = settings.windows.ids[settings.chosen]
+    longest = max(ids.shape[1], settings.prompts.shape[1] + settings.greedy_tokens)
+    if longest > artifact.manifest.context:
+        return {"name": HOST, "skipped": f"texts of {longest} tokens; the context is {artifact.manifest.context}"}
+    greedy = reference.continuations.tokens
+    found, nll = measure_host(artifact, checkpoint, ids, settings.prompts, greedy, part("engine"))
+    return {**found, "gap": _gap(nll, scores, settings.chosen)}
+
+
+def _gap(nll: Sequence[float], scores: Comparison, chosen: Sequence[int]) -> float:
+    """Relative difference of an engine's perplexity from that of the expanded weights, on the chosen windows."""
+    lost = sum(nll) / len(chosen) - sum(scores.nll[i] for i in chosen) / len(chosen)
+    return abs(math.expm1(lost)) if lost < MAX_EXPONENT else math.inf

@@ -10,8 +10,8 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from export.artifact import Artifact
 from export.ledger import Ledger
+from export.opened import AnyArtifact
 from validate.entry import Entry, entries_of
 from validate.gates import GateResult, failures
 from validate.pictures import Point, layer_errors, pareto, to_svg, trend
@@ -26,7 +26,7 @@ OTHERS = (
 TREND_RUNS = 60
 
 
-def to_page(report: Mapping[str, Any], artifacts: Sequence[Artifact], earlier: Sequence[Entry] = ()) -> str:
+def to_page(report: Mapping[str, Any], artifacts: Sequence[AnyArtifact], earlier: Sequence[Entry] = ()) -> str:
     """The page.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -12,8 +12,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from export.artifact import Artifact
 from export.ledger import versions
+from export.opened import AnyArtifact
 from validate.divergence import summary
 from validate.engines.compare import worst_gap
 from validate.entry import SCHEMA, digest
@@ -48,7 +48,7 @@ class Run:
 
 
 def to_report(
-    source: str, settings: Settings, targets: Sequence[tuple[Artifact, Measurement]], seconds: float, run: Run
+    source: str, settings: Settings, targets: Sequence[tuple[AnyArtifact, Measurement]], seconds: float, run: Run
 ) -> dict[str, Any]:
     """The whole report as JSON values. A figure that is not finite (a broken build's) is null there.
 
@@ -90,7 +90,7 @@ def to_report(
     return report
 
 
-def target_report(artifact: Artifact, measured: Measurement, gates: Mapping[str, float | None]) -> dict[str, Any]:
+def target_report(artifact: AnyArtifact, measured: Measurement, gates: Mapping[str, float | None]) -> dict[str, Any]:
     """One target's entry, judged by ``gates`` (see README: how to read the report)."""
     scores = asdict(measured.scores)
     judged = {
@@ -100,14 +100,15 @@ def target_report(artifact: Artifact, measured: Measurement, gates: Mapping[str,
         "greedy_identical": measured.greedy["identical"],
         "engine_gap": _engine_gap(measured),
         "snr_db": measured.scores.snr_db,
+        **_engine_figures(measured),
         "bits_per_weight": artifact.bits_per_weight,
     }
     entry: dict[str, Any] = plain(
         {
             "name": artifact.ledger.target["name"],
-            "format": artifact.layout.FORMAT,
+            "format": artifact.format,
             "bits_per_weight": artifact.bits_per_weight,
-            "file_bytes": sum(file.stat().st_size for file in artifact.files.weight_files),
+            "file_bytes": sum(file.stat().st_size for file in artifact.weight_files),
             **{k: v for k, v in scores.items() if not k.startswith("reference_") and k != "nll"},
             "artifact_sha256": digest(artifact.ledger.files),
             "greedy": measured.greedy,
@@ -122,6 +123,27 @@ def target_report(artifact: Artifact, measured: Measurement, gates: Mapping[str,
         }
     )
     return {**entry, "passed": not failures(entry)}
+
+
+def _engine_figures(measured: Measurement) -> dict[str, float]:
+    """What gates judge of an engine that rounds activations, as a phone does: the expanded weights alone flatter it."""
+    engine = measured.engine
+    if "snr_db" not in engine:
+        return {}
+    scores = measured.scores
+    return {
+        "perplexity_increase": _worse(max, scores.perplexity_ratio, engine["perplexity_ratio"]) - 1,
+        "kl": _worse(max, scores.kl, engine["kl"]),
+        "top1": _worse(min, scores.top1, engine["top1"]),
+        "snr_db": _worse(min, scores.snr_db, engine["snr_db"]),
+        "greedy_identical": min(measured.greedy["identical"], engine["greedy"]["identical"]),
+    }
+
+
+def _worse(which: Callable[[float, float], float], first: float | None, second: float | None) -> float:
+    """Of two figures; a figure that is not a number is worse than any, and JSON has none for it."""
+    known = [math.nan if value is None else value for value in (first, second)]
+    return math.nan if any(math.isnan(value) for value in known) else which(*known)
 
 
 def _engine_gap(measured: Measurement) -> float | None:
@@ -211,6 +233,11 @@ def _remarks(target: Mapping[str, Any]) -> list[str]:
     else:
         gap = "not finite" if engine["gap"] is None else f"{engine['gap']:.2%}"
         lines.append(f"engine: {engine['name']}, {gap} from the expanded weights' perplexity")
+        if "snr_db" in engine:
+            greedy = engine["greedy"]
+            figures = f"SNR {figure(engine['snr_db'], 1)} dB, top-1 {figure(engine['top1'], 3)}"
+            figures += f", KL {figure(engine['kl'], 4)} against {engine['against']}"
+            lines.append(f"engine: {figures}; greedy {greedy['identical']}/{greedy['of']}")
     lines += [_ran(engine) for engine in target.get("engines", ())]
     if target["greedy"]["divergences"]:
         lines.append(f"greedy: {summary(target['greedy']['divergences'])}")
@@ -246,6 +273,8 @@ def _ran(engine: Mapping[str, Any]) -> str:
     top1 = "" if engine["top1"] is None else f", top-1 {engine['top1']:.3f} of {engine['top1_of']} clear positions"
     greedy = engine.get("greedy")
     same = "" if greedy is None else f", greedy {greedy['identical']}/{greedy['of']}"
+    if "cpu_snr_db" in engine:
+        same += f", SNR {figure(engine['snr_db'], 1)} dB where the CPU has {figure(engine['cpu_snr_db'], 1)}"
     return (
         f"ran in {engine['name']} {engine['version']}: perplexity {figure(engine['perplexity'], 3)}, {gap} from"
         f" {engine['against']}{top1}, log-probabilities differ by {figure(engine['logprob_gap'], 4)}{same}"

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from calibrate.grid import concatenate
-from export.artifact import Artifact, Expansion
+from export.artifact import Artifact
+from models.checkpoint import Checkpoint
 from models.errors import BadInput
 from validate.score import Swap
 
@@ -15,7 +16,7 @@ class UnsuitedKernelError(Exception):
     """The kernel cannot compute with this artifact's linears."""
 
 
-def kernel_swap(artifact: Artifact, expansion: Expansion, kernel: type[nn.Module], dtype: torch.dtype) -> Swap:
+def kernel_swap(artifact: Artifact, expansion: Checkpoint, kernel: type[nn.Module], dtype: torch.dtype) -> Swap:
     """Gives the kernel's module for every linear of the model whose weight the artifact stores quantised."""
     rows = {row.tensor: row for row in artifact.ledger.tensors}
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnx
 import torch
 
 from export.ledger import Ledger
 from export.phone.check import graph_problems, manifest_problems, pair_problems
-from export.phone.files import load_graph
+from export.phone.files import external, load_graph
 from export.phone.manifest import FILE, GRAPHS, Manifest
 from export.phone.options import OPSET
 from export.phone.quantized import is_quantized, quantized_problems
+from models.checkpoint import TensorInfo
 from models.errors import BadInput
 from models.files import sha256
 
@@ -45,7 +50,7 @@ class PhoneArtifact:
         self.dtype: torch.dtype = getattr(torch, self.ledger.dtype)
 
     @property
-    def source_config(self) -> dict[str, Any]:
+    def model_config(self) -> dict[str, Any]:
         """The configuration of the model that it was made from."""
         return self.ledger.source_config
 
@@ -58,6 +63,20 @@ class PhoneArtifact:
     def weight_files(self) -> list[Path]:
         """Graphs and weights."""
         return [*self.graph_files, *(self.folder / part.data for part in self.manifest.parts)]
+
+    def operators(self) -> Iterator[tuple[Path, Counter[str]]]:
+        """How many of each operator every graph has."""
+        for path in self.graph_files:
+            yield path, Counter(node.op_type for node in load_graph(self.folder, path.name).graph.node)
+
+    def stored(self) -> dict[str, TensorInfo]:
+        """Dtype and shape of what the weights' files hold, by the name of the initialiser."""
+        found = {}
+        for part in self.manifest.parts:
+            for tensor in external(load_graph(self.folder, part.decode.file)):
+                dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type))
+                found[tensor.name] = TensorInfo(getattr(torch, str(dtype)), tuple(tensor.dims))
+        return found
 
     @property
     def bits_per_weight(self) -> float:

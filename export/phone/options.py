@@ -13,8 +13,10 @@ Gelu = Literal["exact", "tanh"]
 
 # The first opset with RMSNormalization. Decomposed at 21 and quantised, the norm breaks on Qualcomm's HTP (2 dB).
 OPSET = 23
-# The methods that choose a phone's int8 weights; see `calibrate.composition`.
-METHODS = ("rtn", "search")
+# A phone target's methods: one rewrite of the model may stand first, then those that choose codes
+# (see `calibrate.composition`).
+REWRITES = ("fold", "rotate")
+METHODS = (*REWRITES, "rtn", "search", "gptq", "refine")
 # Choices that were measured broken, and what was measured.
 I_KNOW: Mapping[str, str] = {
     "uint8-activations": (

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
-from calibrate.grid import PHONE_BITS, Grid
+from calibrate.grid import Grid
 from calibrate.quantize import Recipe
-from export.phone.options import I_KNOW, PhoneOptions
+from export.phone.options import I_KNOW, REWRITES, PhoneOptions
 from export.phone.ports import spans
-from export.phone.structure import Structure, structure_of
+from export.phone.structure import structure_of
+from export.phone.weights import int8_grid, phone_linears, phone_recipe, rewritten
+from models.checkpoint import Checkpoint
 from models.errors import BadInput
 from models.family import Linear
 from models.opened import OpenedModel
@@ -39,23 +39,19 @@ class PhonePlan:
     """A phone target, resolved against a checkpoint.
 
     Attributes:
-        linears: that are written in int8, by split name, in the order of computation; the head is always one.
-        kept: linears that are quantised otherwise than by the methods, with the reason.
+        linears: all are written in int8; by split name, in the order of computation.
+        recipe: what chooses their codes, in the model that the rewrites give.
+        kept: nothing: other formats keep linears.
         notes: what was downgraded, for the ledger and the summary.
-        tied: whether the source's head shares the embedding.
-        head, embedding: module names.
-        dtype: what calibration computes in.
+        embedding: module name.
     """
 
     spec: PhoneSpec
-    structure: Structure
     linears: tuple[Linear, ...]
-    kept: tuple[tuple[str, str], ...]
+    recipe: Recipe
     notes: tuple[str, ...]
-    tied: bool
-    head: str
     embedding: str
-    dtype: torch.dtype
+    kept: tuple[tuple[str, str], ...] = ()
 
     @property
     def options(self) -> PhoneOptions:
@@ -63,12 +59,21 @@ class PhonePlan:
 
     def grid(self, columns: int) -> Grid:
         """Of a linear: symmetric int8 with one fp32 scale per output channel."""
-        return Grid(columns, "none", torch.float32, PHONE_BITS)
+        return int8_grid(columns)
 
     @property
-    def recipe(self) -> Recipe:
-        grids = tuple((linear.name, self.grid(linear.columns)) for linear in self.linears)
-        return Recipe(grids, self.spec.method, self.dtype)
+    def rewrites(self) -> list[str]:
+        """The methods that change the model's weights before their codes are chosen."""
+        return [name for name in self.spec.method if name in REWRITES]
+
+    def rewritten(self, model: OpenedModel) -> OpenedModel:
+        """The model in the weights that the graphs hold."""
+        return rewritten(model, self.spec.method)
+
+    @property
+    def uses_text(self) -> bool:
+        """Whether a calibration text changes what is written: the activations' ranges come from it."""
+        return True
 
     @property
     def weights(self) -> int:
@@ -84,12 +89,12 @@ class PhonePlan:
         """Of the linears' codes and scales."""
         return sum(linear.weights + 4 * linear.rows for linear in self.linears)
 
-    def kept_bytes(self, model: OpenedModel) -> int:
+    def kept_bytes(self, checkpoint: Checkpoint) -> int:
         """Of everything else, fp32 but for an int8 embedding table; about, because a graph has small tensors too."""
         replaced = {f"{linear.module}.weight" for linear in self.linears}
         table = f"{self.embedding}.weight"
         total = 0
-        for name, info in model.checkpoint.tensors.items():
+        for name, info in checkpoint.tensors.items():
             if name == table:
                 total += info.elements * (1 if self.options.embedding == "int8" else 4)
             elif name not in replaced and not is_derived(name):
@@ -97,39 +102,22 @@ class PhonePlan:
         return total
 
 
-def make_phone_plan(spec: PhoneSpec, model: OpenedModel, dtype: torch.dtype) -> PhonePlan:
+def make_phone_plan(spec: PhoneSpec, model: OpenedModel) -> PhonePlan:
     """Resolves a phone target against a checkpoint's headers.
 
     Raises:
         BadInput: with everything that keeps the model from becoming a phone graph of these options.
     """
-    problems: list[str] = []
-    structure = None
-    for check in (
-        lambda: structure_of(model.checkpoint, spec.options.context),
-        lambda: spans(model.dimensions.layers, spec.options.parts),
-    ):
-        try:
-            found = check()
-            structure = found if isinstance(found, Structure) else structure
-        except BadInput as error:
-            problems += error.problems
-    if problems or structure is None:
-        raise BadInput(f"target {spec.name} ({spec.format}): {problem}" for problem in problems)
-    family = model.family
-    kept = tuple(
-        (f"{family.layers}.{layer}.{name}", "small, and no method's linear: int8 by its largest weight")
-        for layer in range(model.dimensions.layers)
-        for name in family.kept
-    )
+    try:
+        structure_of(model.checkpoint, spec.options.context)
+        rewritten(model, spec.method)
+        spans(model.dimensions.layers, spec.options.parts)
+    except BadInput as error:
+        raise BadInput(f"target {spec.name} ({spec.format}): {problem}" for problem in error.problems) from error
     return PhonePlan(
         spec=spec,
-        structure=structure,
-        linears=tuple(model.linears),
-        kept=kept,
+        linears=tuple(phone_linears(model)),
+        recipe=phone_recipe(model, spec.method),
         notes=tuple(f"i_know: {name}: {I_KNOW[name]}" for name in spec.options.i_know),
-        tied=f"{family.head}.weight" not in model.checkpoint.tensors,
-        head=family.head,
-        embedding=family.embedding,
-        dtype=dtype,
+        embedding=model.family.embedding,
     )

@@ -11,12 +11,12 @@ from calibrate.results import QuantizedLayer, Results
 from calibrate.rewrite import fold_norms, rotate_residual
 from calibrate.rotation import random_hadamard
 from export.phone.int8 import pack
+from export.phone.options import REWRITES
 from models.family import Linear
 from models.opened import OpenedModel
 
 # Of the rotation of the residual stream.
 SEED = 0
-REWRITES = ("fold", "rotate")
 
 
 def rewritten(model: OpenedModel, method: tuple[str, ...]) -> OpenedModel:

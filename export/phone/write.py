@@ -20,12 +20,12 @@ from export.phone.files import read_external, save_part
 from export.phone.graph import PartGraphs, WeightReader, export_parts
 from export.phone.manifest import FILE, GRAPHS, MASK, Graph, Manifest, Part
 from export.phone.observe import STEPS, Observations, OpenPart, Progress, Step, observe_part, text_steps
-from export.phone.options import PhoneOptions
+from export.phone.options import REWRITES, PhoneOptions
 from export.phone.ports import manifest_of
 from export.phone.quantize import QUANTIZED, quantize_graph, tied_tensors
 from export.phone.quantized import quantized_problems
 from export.phone.structure import structure_of
-from export.phone.weights import REWRITES, CodedWeights, phone_linears, rewritten
+from export.phone.weights import CodedWeights, phone_linears, rewritten
 from models.errors import BadInput
 from models.files import atomic_folder, sha256, to_json
 from models.opened import OpenedModel
@@ -65,7 +65,7 @@ def write(
 
     Args:
         model: the source.
-        method: rewrites (`export.phone.weights.REWRITES`), and the methods that chose the codes.
+        method: rewrites (`export.phone.options.REWRITES`), and the methods that chose the codes.
         results: of `calibrate.quantize.quantize` on the linears of `rewritten(model, method)`, with its recipe.
         windows: calibration token ids int64 [count, tokens]; None takes random ones.
         ledger: filled with a row for every source tensor and the hashes of the artifact's files.

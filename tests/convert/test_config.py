@@ -188,7 +188,7 @@ def test_defaults_of_calibration_and_validation(tmp_path: Path) -> None:
             5,
             "validation.gates.min_greedy_identical: expected at most greedy.prompts (4), found 5",
         ),
-        (("validation", "engines"), ["vlm"], "validation.engines[0]: expected 'vllm', 'gptqmodel' or 'transformers'"),
+        (("validation", "engines"), ["vlm"], "validation.engines[0]: expected 'vllm', 'gptqmodel', 'transformers', "),
         (("engines", "vllm", "python"), "bin/python", "engines.vllm.python: no such file: bin/python"),
         (("engines", "vllm", "w4a8"), True, "engines.vllm.w4a8: expected 'auto', 'on' or 'off', found true"),
         (("engines", "vllm", "pyton"), "x", "engines.vllm.pyton: unknown key"),

@@ -135,7 +135,7 @@ def test_resolve_refuses_values_that_do_not_suit_the_format(tmp_path: Path) -> N
         ({"format": "phone", "symmetric": True}, "symmetric", "this target's format is phone"),
         ({"format": "phone", "skip": ["lm_head"]}, "skip", "this target's format is phone"),
         ({"format": "phone", "isa": "avx2"}, "isa", "only for format tinygemm or auto"),
-        ({"format": "phone", "method": "refine"}, "method", "unknown method 'refine' for format phone"),
+        ({"format": "phone", "method": "awq"}, "method", "unknown method 'awq'"),
         ({"format": "phone", "context": 64, "prefill": 128}, "prefill", "expected at most context (64), found 128"),
         ({"format": "phone", "context": 1}, "context", "expected at least 2, found 1"),
         ({"format": "phone", "activations": "uint8"}, "activations", "measured broken: 8-bit activations gave 5.1 dB"),

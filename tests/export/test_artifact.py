@@ -16,6 +16,7 @@ from calibrate.results import Results
 from export import gptq
 from export.artifact import Artifact, Expansion, is_artifact, write
 from export.ledger import Ledger
+from export.opened import save
 from export.plan import make_plan
 from models.checkpoint import INDEX, Folder
 from models.errors import BadInput
@@ -196,7 +197,7 @@ def test_the_saved_expansion_loads_in_transformers_and_gives_our_logits(
 ) -> None:
     built = workshop.built(case, spec(format))
     expansion = Expansion(built.artifact)
-    expansion.save(tmp_path / "plain", 100_000)
+    save(expansion, tmp_path / "plain", 100_000)
     loaded, info = AutoModelForCausalLM.from_pretrained(
         tmp_path / "plain", dtype=torch.float32, output_loading_info=True
     )

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 import export.serving  # noqa: F401 - registers the quantizer
 from export import tinygemm
 from export.artifact import Expansion
+from export.opened import save
 from export.serving import linear
 from export.serving.transformers_loader import TinygemmLinear, register
 from models.errors import BadInput
@@ -32,7 +33,7 @@ def build(workshop: Workshop, case: str, isa: str | None = None, **changes: Any)
 
 
 def expansion(built: Built, folder: Path) -> torch.nn.Module:
-    Expansion(built.artifact).save(folder, 2**30)
+    save(Expansion(built.artifact), folder, 2**30)
     return AutoModelForCausalLM.from_pretrained(folder).eval()
 
 

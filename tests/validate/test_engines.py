@@ -227,7 +227,7 @@ def test_an_engines_entry_says_what_it_was_compared_with(
     hidden = final_hidden(Expansion(artifact), WINDOWS, torch.bfloat16)
     greedy = torch.zeros(2, 4, dtype=torch.int64)
     engine = EngineSpec("vllm", PYTHON, "1.2")
-    found = check_engine(engine, artifact, WINDOWS, hidden, PROMPTS, greedy, torch.bfloat16)
+    found = check_engine(engine, artifact, Expansion(artifact), WINDOWS, hidden, PROMPTS, greedy, torch.bfloat16)
     assert found["name"] == "vllm" and found["version"] == "1.2" and found["against"] == against
     assert found["perplexity"] == pytest.approx(512, rel=1e-5) and found["tokens"] == 46
     assert found["gap"] > 0.1 and found["greedy"] == {"identical": 2, "of": 2}

@@ -208,7 +208,7 @@ def test_an_unquantised_copy_has_lost_nothing(workshop: Workshop, caches: Path, 
         skipped_files, hashes = model.checkpoint.skipped_files, model.checkpoint.hashes
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("validate.measure.Expansion", lambda _: Same())
+        patch.setattr("validate.measure.expansion_of", lambda _: Same())
         found = measured(workshop, caches, "llama-tied", artifact, settings(engine_windows=0))
     assert found.scores.perplexity_ratio == 1 and found.scores.snr_db == SNR_LIMIT_DB
     assert found.greedy["identical"] == PROMPTS and found.greedy["divergences"] == []

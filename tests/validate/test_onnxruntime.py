@@ -121,9 +121,9 @@ def test_float_graphs_lose_nothing_in_the_engine(hybrid: FloatGraphs) -> None:
     artifact = as_artifact(hybrid)
     windows = torch.from_numpy(np.stack([hybrid.text(40, seed) for seed in (1, 2)]))
     greedy = continue_greedily(hybrid.checkpoint, windows[:, :10], 5, torch.float32).tokens
-    found = measure_host(artifact, hybrid.checkpoint, windows, windows[:, :10], greedy)
+    found, nll = measure_host(artifact, hybrid.checkpoint, windows, windows[:, :10], greedy)
     assert found["snr_db"] > 100 and found["top1"] == 1 and found["greedy"] == {"identical": 2, "of": 2}
-    assert found["perplexity_ratio"] == pytest.approx(1, abs=1e-5) and found["tokens"] == 78
+    assert found["perplexity_ratio"] == pytest.approx(1, abs=1e-5) and found["tokens"] == 78 and len(nll) == 2
 
 
 def test_a_damaged_phone_artifact_is_told(make: Make, tmp_path: Path) -> None:

@@ -8,13 +8,19 @@ from typing import Any
 
 import torch
 
-from export.artifact import Artifact, Expansion
+from export.artifact import Artifact
+from export.opened import AnyArtifact, expansion_of
+from export.phone.artifact import PhoneArtifact
+from models.checkpoint import Checkpoint
 from models.errors import BadInput, EnvironmentProblem
 from validate.engines.compare import compare_engine, compare_greedy, positions
 from validate.engines.run import ENGINES, W4A8, Job, run_engine
+from validate.engines.simulator import check_simulator
 from validate.kernels import W4A8Linear
 from validate.score import final_hidden
 from validate.swap import kernel_swap
+
+SIMULATOR = "qnn"
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,8 @@ class EngineSpec:
 
 def check_engine(
     spec: EngineSpec,
-    artifact: Artifact,
+    artifact: AnyArtifact,
+    checkpoint: Checkpoint,
     windows: torch.Tensor,
     hidden: torch.Tensor,
     prompts: torch.Tensor,
@@ -52,9 +59,10 @@ def check_engine(
     dtype: torch.dtype,
 ) -> dict[str, Any]:
     """Runs the artifact and compares: with the expanded weights, or, where the engine rounds activations to 8 bits,
-    with our emulation of that kernel.
+    with our emulation of that kernel. A simulator runs a few tokens only.
 
     Args:
+        checkpoint: the reference.
         windows: int64 [windows, tokens].
         hidden: of the expanded weights for them, as from `validate.score.final_hidden`.
         prompts, greedy: int64 [prompts, length], and how the expanded weights continue them.
@@ -64,6 +72,8 @@ def check_engine(
         ``lacking`` whether that was for want of something on this machine, and ``gap`` is None.
     """
     try:
+        if spec.name == SIMULATOR and isinstance(artifact, PhoneArtifact):
+            return check_simulator(spec.name, spec.python, artifact, checkpoint, windows)
         result = run_engine(spec.name, spec.python, Job(artifact, windows, prompts, greedy.shape[1], spec.w4a8))
     except (BadInput, EnvironmentProblem) as error:
         # What was measured until now is worth a report.
@@ -71,8 +81,8 @@ def check_engine(
         # Where the artifact lies is this machine's business.
         said = str(error).replace(str(artifact.folder), artifact.folder.name)
         return {"name": spec.name, "version": spec.version, "gap": None, "failed": said, "lacking": lacking}
-    expansion = Expansion(artifact)
-    if result.w4a8:
+    expansion = expansion_of(artifact)
+    if result.w4a8 and isinstance(artifact, Artifact):
         swap = kernel_swap(artifact, expansion, W4A8Linear, dtype)
         emulated = final_hidden(expansion, windows, dtype, swap)
         ours = positions(expansion, emulated, windows, dtype, swap)
