@@ -1,6 +1,7 @@
 """What a published artifact's card tells people to run, run as it stands there: in the engines, from a hub on loopback.
 
-The snippets that need no engine are run by `tests/convert/test_upload.py`.
+The snippets that need no engine are run by `tests/convert/test_upload.py`. Spark-X2.5 is not here: its code asks for a
+newer transformers than vLLM's environment has.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ CASES = [
     ("llama-untied", "gptq"),
     ("llama-untied", "awq"),
     ("llama-untied", "tinygemm"),
-    ("spark2_5", "gptq"),
 ]
 
 
@@ -43,8 +43,7 @@ def repo_of(case: str, format: str) -> str:
 
 
 def code_of(case: str, format: str, engine: str) -> list[str]:
-    model_type = "spark2_5" if case == "spark2_5" else "llama"
-    found = snippets(format, model_type, repo_of(case, format), "bfloat16")
+    found = snippets(format, "llama", repo_of(case, format), "bfloat16")
     return [snippet.code for snippet in found if snippet.engine == engine]
 
 
@@ -78,7 +77,7 @@ def test_the_snippets_for_vllm_run(hub: Hub, engines_python: Path, tmp_path: Pat
 @pytest.mark.parametrize("engine", ["gptqmodel", "transformers"])
 def test_the_snippets_for_torch_run(hub: Hub, engines_python: Path, tmp_path: Path, engine: str) -> None:
     codes = [code for case, format in CASES for code in code_of(case, format, engine)]
-    assert len(codes) == {"gptqmodel": 2, "transformers": 4}[engine]
+    assert len(codes) == {"gptqmodel": 2, "transformers": 3}[engine]
     output = execute("\n".join(codes), engine, engines_python, hub, tmp_path)
     continued = [line for line in output.splitlines() if line.startswith("The sea")]
     assert len(continued) == len(codes) and all(len(line) > len("The sea") for line in continued)
