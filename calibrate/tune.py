@@ -206,7 +206,10 @@ class _Trainer:
         looked = f"mean KL divergence on {len(self.held)} held-out calibration windows"
         if not state.best_step:
             return f"tune: {steps} steps did not improve the {looked}, {state.first:.4f}: nothing of them was kept"
-        return f"tune: {looked} from {state.first:.4f} to {state.best:.4f}, after {state.best_step} of {steps} steps"
+        return (
+            f"tune: {looked} from {state.first:.4f} to {state.best:.4f}, after {state.best_step} of {steps} steps;"
+            " the linears' errors are those before it"
+        )
 
     def write(self, tuned: Results) -> None:
         """Commits every layer as it is stored after training."""
