@@ -161,7 +161,10 @@ class Pipeline(Section):
     def _training_has_text(cls, targets: list[Target], info: ValidationInfo) -> list[Target]:
         # A calibration section with a problem of its own is not there.
         calibration = info.data.get("calibration", Calibration.model_construct(samples=TRAINING_WINDOWS))
-        if any(trains(target.method) for target in targets) and getattr(calibration, "samples", 0) < TRAINING_WINDOWS:
+        if (
+            any(trains(target.code_methods) for target in targets)
+            and getattr(calibration, "samples", 0) < TRAINING_WINDOWS
+        ):
             raise broken_rule(
                 "method tune trains on some calibration windows and judges by others: it needs a `calibration`"
                 f" section with at least {TRAINING_WINDOWS} samples"

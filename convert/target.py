@@ -22,6 +22,7 @@ from convert.yaml_lines import (
     suggestion,
 )
 from export.phone.options import METHODS as PHONE_METHODS
+from export.phone.options import REWRITES
 from models.errors import BadInput
 
 Format = Literal["gptq", "awq", "tinygemm", "phone"]
@@ -86,6 +87,11 @@ class Target(PhoneKeys):
     isa: Literal["auto", "avx512", "avx2", "default", "neon"] = "auto"
     priority: Literal["speed", "fidelity"] = "speed"
     device: Text | None = None
+
+    @property
+    def code_methods(self) -> list[str]:
+        """The methods that choose codes, without a phone's rewrites of the model."""
+        return [name for name in self.method if self.format != "phone" or name not in REWRITES]
 
     def resolve(self, format: str) -> Target:
         """This target with the format that `auto` came to: that format's defaults under what the file says.

@@ -16,7 +16,7 @@ from export.opened import open_artifact
 from export.phone.artifact import PhoneArtifact
 from tests.runs import content, invoke, project, settings, times, write_yaml
 
-PHONE = {"format": "phone", "context": 64, "prefill": 16, "method": "rtn"}
+PHONE = {"format": "phone", "context": 64, "prefill": 16, "method": ["rotate", "rtn"]}
 GPTQ = {"format": "gptq", "group_size": 32, "method": "rtn"}
 HYBRID = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
 
