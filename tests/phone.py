@@ -24,7 +24,7 @@ from models.skeleton import load_model
 from tests.helpers import ROOT, tiny_checkpoint, tokens
 
 # The window of tiny models is 16: rings wrap around several times in this context.
-OPTIONS = PhoneOptions(context=64, prefill=24)
+OPTIONS = PhoneOptions(context=64, prefill=24, embedding="float")
 HYBRID = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, tied": ("llama", {"num_hidden_layers": 1}),

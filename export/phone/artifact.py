@@ -64,6 +64,18 @@ class PhoneArtifact:
         """Graphs and weights."""
         return [*self.graph_files, *(self.folder / part.data for part in self.manifest.parts)]
 
+    @property
+    def float_tables(self) -> list[str]:
+        """Graphs that look rows up in a float table beside layers, which Qualcomm's HTP does not compile."""
+        found = []
+        for part in self.manifest.parts:
+            graph = load_graph(self.folder, part.prefill.file)
+            tables = {tensor.name for tensor in external(graph) if tensor.data_type == onnx.TensorProto.FLOAT}
+            reads = any(node.op_type == "Gather" and node.input[0] in tables for node in graph.graph.node)
+            if reads and part.layers[0] < part.layers[1]:
+                found.append(part.prefill.file)
+        return found
+
     def operators(self) -> Iterator[tuple[Path, Counter[str]]]:
         """How many of each operator every graph has."""
         for path in self.graph_files:

@@ -36,7 +36,8 @@ class PhoneOptions:
         prefill: tokens of the prefill graph.
         activations: dtype of activations and of the caches.
         weights: dtype of the linears' weights.
-        embedding: dtype of the embedding table.
+        embedding: dtype of the table. Qualcomm's HTP compiles no Gather from a float one: that needs a part of
+            its own, which the phone's CPU runs.
         gelu: the tanh form is faster on NPUs and is another function: only where its fidelity was measured.
         parts: 1 for one pair of graphs; else at least 3: the embedding, ``parts - 2`` groups of layers, the head.
         opset: of the graphs.
@@ -47,7 +48,7 @@ class PhoneOptions:
     prefill: int = 128
     activations: Activations = "uint16"
     weights: Weights = "int8"
-    embedding: Embedding = "float"
+    embedding: Embedding = "int8"
     gelu: Gelu = "exact"
     parts: int = 1
     opset: int = OPSET

@@ -118,6 +118,16 @@ def make_phone_plan(spec: PhoneSpec, model: OpenedModel) -> PhonePlan:
         spec=spec,
         linears=tuple(phone_linears(model)),
         recipe=phone_recipe(model, spec.method),
-        notes=tuple(f"i_know: {name}: {I_KNOW[name]}" for name in spec.options.i_know),
+        notes=_notes(spec.options),
         embedding=model.family.embedding,
     )
+
+
+def _notes(options: PhoneOptions) -> tuple[str, ...]:
+    notes = [f"i_know: {name}: {I_KNOW[name]}" for name in options.i_know]
+    if options.embedding == "float" and options.parts == 1:
+        notes.append(
+            "embedding: float: Qualcomm's HTP does not compile a Gather from a float table: with `split` the table is a"
+            " part of its own for the CPU; or `embedding: int8`"
+        )
+    return tuple(notes)

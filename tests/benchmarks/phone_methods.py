@@ -55,7 +55,17 @@ def main() -> None:
             ledger = Ledger({"name": source}, {"name": names}, (), [], {}, model.checkpoint.config, "bfloat16")
             text = windows(model, "calibration", 6, 272)
             out, work = folder / f"phone-{index}", folder / f"work-{index}"
-            write(model, method, PhoneOptions(context=512), results, text, out, ledger, work, PartDriver)
+            write(
+                model,
+                method,
+                PhoneOptions(context=512, embedding="float"),
+                results,
+                text,
+                out,
+                ledger,
+                work,
+                PartDriver,
+            )
             seconds = time.perf_counter() - began
             found = compare_host(PhoneArtifact(out), model.checkpoint, windows(model, "evaluation", 8, 256))
             print(

@@ -16,7 +16,7 @@ from export.opened import open_artifact
 from export.phone.artifact import PhoneArtifact
 from tests.runs import content, invoke, project, settings, times, write_yaml
 
-PHONE = {"format": "phone", "context": 64, "prefill": 16, "method": ["rotate", "rtn"]}
+PHONE = {"format": "phone", "context": 64, "prefill": 16, "method": ["rotate", "rtn"], "embedding": "float"}
 GPTQ = {"format": "gptq", "group_size": 32, "method": "rtn"}
 HYBRID = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
 
@@ -84,7 +84,7 @@ def test_expand_gives_a_plain_checkpoint(finished: Path, tmp_path: Path) -> None
     ids = torch.arange(3, 43)[None]
     with torch.no_grad():
         a, b = source(ids).logits, plain(ids).logits
-    assert 0 < float((a - b).square().sum() / a.square().sum()) < 1e-3
+    assert 0 < float((a - b).square().sum() / a.square().sum()) < 5e-3
     names = {path.name for path in (tmp_path / "plain").iterdir()}
     assert "tokenizer.json" in names and not names & {"manifest.json", "ranges.json", "decode.onnx"}
 
@@ -155,6 +155,8 @@ def test_plan_says_what_was_chosen_although_it_was_measured_broken(finished: Pat
     planned = invoke("plan", yaml)
     assert planned.exit_code == 0, planned.output
     assert "note: i_know: uint8-activations: 8-bit activations gave 5.1 dB" in planned.output
+    float_table = write_yaml(tmp_path, settings(model={"source": str(finished / "model")}, targets=[PHONE]))
+    assert "note: embedding: float: Qualcomm's HTP does not compile a Gather" in invoke("plan", float_table).output
 
 
 def test_a_family_without_a_phone_export_is_refused_with_the_reason(

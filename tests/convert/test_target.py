@@ -65,12 +65,12 @@ def test_a_phone_target_has_its_own_keys(tmp_path: Path) -> None:
         context=256,
         prefill=32,
         activations="uint8",
-        embedding="int8",
+        embedding="float",
         gelu="tanh",
         split={"parts": 5},
         i_know=["uint8-activations"],
     )
-    assert given.phone_options == PhoneOptions(256, 32, "uint8", "int8", "int8", "tanh", 5, 23, ("uint8-activations",))
+    assert given.phone_options == PhoneOptions(256, 32, "uint8", "int8", "float", "tanh", 5, 23, ("uint8-activations",))
     assert only_target(tmp_path, format="phone", split="none").phone_options.parts == 1
     assert only_target(tmp_path, format="phone", context=64).phone_options.prefill == 64
     with pytest.raises(BadInput, match="group_size: only for format gptq"):

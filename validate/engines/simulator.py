@@ -10,6 +10,7 @@ import torch
 from calibrate.replay import Replay
 from export.phone.artifact import PhoneArtifact
 from models.checkpoint import Checkpoint
+from models.errors import BadInput
 from validate.engines.compare import compare_engine, positions_of
 from validate.engines.onnxruntime import host_logits, steps_of
 from validate.engines.run import Job, run_engine
@@ -34,9 +35,14 @@ def check_simulator(
         against the reference in fp32.
 
     Raises:
-        BadInput: naming the operators that would fall back to the CPU.
+        BadInput: naming the operators that would fall back to the CPU, or a float table that is no part of its own.
         EnvironmentProblem: when the engine is not there, or dies.
     """
+    if artifact.float_tables:
+        raise BadInput(
+            f"{artifact.folder}: {', '.join(artifact.float_tables)}: HTP does not compile a Gather from a float table;"
+            " write the target with `embedding: int8`, or with `split`"
+        )
     window = windows[:1, : artifact.manifest.prefill + STEPS]
     steps = steps_of(window.shape[1], STEPS)
     job = Job(artifact, window, window[:, :0], 0, steps=steps, keep_logits=True)

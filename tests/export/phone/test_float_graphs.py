@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -44,7 +45,7 @@ def test_two_exports_give_the_same_bytes(graphs: Make, tmp_path: Path) -> None:
 
 def test_parts_compute_what_one_graph_computes(graphs: Make, tmp_path: Path) -> None:
     whole = graphs("spark2_5, hybrid")
-    manifest = write_float(whole.checkpoint, PhoneOptions(context=64, prefill=24, parts=4), tmp_path)
+    manifest = write_float(whole.checkpoint, replace(OPTIONS, parts=4), tmp_path)
     assert [part.layers for part in manifest.parts] == [(0, 0), (0, 1), (1, 2), (2, 2)]
     assert len(list(tmp_path.glob("*.onnx"))) == 8 and len(list(tmp_path.glob("*.data"))) == 4
     ids = whole.text(60)

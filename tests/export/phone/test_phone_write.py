@@ -39,7 +39,7 @@ from tests.helpers import tiny_checkpoint, tokens
 from tests.phone import HYBRID
 from validate.engines.workers.phone_host import Host, PartDriver
 
-OPTIONS = PhoneOptions(context=64, prefill=16)
+OPTIONS = PhoneOptions(context=64, prefill=16, embedding="float")
 METHOD = ("rotate", "search")
 CASES = {
     "llama, tied": ("llama", {"num_hidden_layers": 2}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import onnxruntime
 import onnxruntime_qnn
 from onnxruntime_session import HostSession
-from phone_host import Host
+from phone_host import Host, cpu_session
 
 # Hexagon of the Snapdragon 8 Gen 3.
 ARCHITECTURE = "75"
@@ -17,25 +18,37 @@ LIBRARY = "QNN"
 
 
 def open_session(job: dict[str, Any]) -> HostSession:
-    """Compiles both graphs of every part, with no operator left to the CPU.
+    """Compiles both graphs of every part, with no operator left to the CPU, which may run an embedding alone.
 
     Raises:
         ValueError: naming the operators that HTP does not run, or what the compiler said.
     """
     if not _devices():
         onnxruntime.register_execution_provider_library(LIBRARY, onnxruntime_qnn.get_library_path())
+    folder = Path(job["artifact"])
     kernels: dict[str, str] = {}
+    tables = _tables(folder)
 
     def compiled(path: Path) -> onnxruntime.InferenceSession:
         try:
             session = onnxruntime.InferenceSession(path, _options(strict=True))
         except Exception as error:
+            if path.name in tables:
+                kernels[path.stem] = "CPU: the embedding table"
+                return cpu_session(path)
             raise ValueError(f"{path.name}: {_why(path, error)}") from error
         count = sum(len(subgraph.get_nodes()) for subgraph in session.get_provider_graph_assignment_info())
         kernels[path.stem] = f"HTP v{ARCHITECTURE}, all {count} operators"
         return session
 
-    return HostSession(Host(Path(job["artifact"]), compiled), kernels, job["steps"])
+    return HostSession(Host(folder, compiled), kernels, job["steps"])
+
+
+def _tables(folder: Path) -> set[str]:
+    """Graphs that hold an embedding and nothing else."""
+    parts = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["parts"]
+    alone = [part for part in parts if part["layers"] == [0, 0]]
+    return {part[kind]["file"] for part in alone for kind in ("prefill", "decode")}
 
 
 def version() -> str:
