@@ -56,7 +56,7 @@ class PhoneKeys(Section):
     i_know: list[Text] = []
     activations: Literal["uint16", "uint8"] = "uint16"
     weights: Literal["int8"] = "int8"
-    embedding: Literal["float", "int8"] = "int8"
+    embedding: Literal["uint16", "int8", "float"] = "uint16"
     gelu: Literal["exact", "tanh"] = "exact"
     split: Annotated[Split | None, BeforeValidator(_split)] = None
     opset: int = OPSET

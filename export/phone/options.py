@@ -8,7 +8,7 @@ from typing import Literal
 
 Activations = Literal["uint16", "uint8"]
 Weights = Literal["int8"]
-Embedding = Literal["float", "int8"]
+Embedding = Literal["uint16", "int8", "float"]
 Gelu = Literal["exact", "tanh"]
 
 # The first opset with RMSNormalization. Decomposed at 21 and quantised, the norm breaks on Qualcomm's HTP (2 dB).
@@ -48,7 +48,7 @@ class PhoneOptions:
     prefill: int = 128
     activations: Activations = "uint16"
     weights: Weights = "int8"
-    embedding: Embedding = "int8"
+    embedding: Embedding = "uint16"
     gelu: Gelu = "exact"
     parts: int = 1
     opset: int = OPSET

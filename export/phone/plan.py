@@ -17,6 +17,7 @@ from models.opened import OpenedModel
 from models.skeleton import is_derived
 
 FORMAT = "phone"
+TABLE_BYTES = {"int8": 1, "uint16": 2, "float": 4}
 
 
 @dataclass(frozen=True)
@@ -90,13 +91,13 @@ class PhonePlan:
         return sum(linear.weights + 4 * linear.rows for linear in self.linears)
 
     def kept_bytes(self, checkpoint: Checkpoint) -> int:
-        """Of everything else, fp32 but for an int8 embedding table; about, because a graph has small tensors too."""
+        """Of everything else, fp32 but for a table of codes; about, because a graph has small tensors too."""
         replaced = {f"{linear.module}.weight" for linear in self.linears}
         table = f"{self.embedding}.weight"
         total = 0
         for name, info in checkpoint.tensors.items():
             if name == table:
-                total += info.elements * (1 if self.options.embedding == "int8" else 4)
+                total += info.elements * TABLE_BYTES[self.options.embedding]
             elif name not in replaced and not is_derived(name):
                 total += info.elements * 4
         return total
@@ -128,6 +129,6 @@ def _notes(options: PhoneOptions) -> tuple[str, ...]:
     if options.embedding == "float" and options.parts == 1:
         notes.append(
             "embedding: float: Qualcomm's HTP does not compile a Gather from a float table: with `split` the table is a"
-            " part of its own for the CPU; or `embedding: int8`"
+            " part of its own for the CPU; or `embedding: uint16`"
         )
     return tuple(notes)

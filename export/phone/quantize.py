@@ -19,6 +19,7 @@ from onnxruntime.quantization.onnx_model import ONNXModel
 
 from calibrate.ranges import Ranges
 from export.phone.manifest import Graph, Port
+from export.phone.table import TableGrid
 
 # Of ONNX Runtime's quantiser, so that all names in a graph follow one rule.
 QUANTIZED, SCALE, ZERO_POINT, DEQUANTIZED = "_quantized", "_scale", "_zero_point", "_DequantizeLinear_Output"
@@ -50,7 +51,7 @@ def quantize_graph(
     constants: Mapping[str, np.ndarray],
     ranges: Ranges,
     activations: str,
-    table: tuple[str, float] | None = None,
+    table: TableGrid | None = None,
 ) -> tuple[onnx.ModelProto, Graph]:
     """One graph of a part, quantised.
 
@@ -61,14 +62,14 @@ def quantize_graph(
         constants: the other weights that are quantised (norms, biases), fp32, by initialiser name.
         ranges: of every float tensor that is no constant, tied as `tied_tensors` says.
         activations: ``uint16`` or ``uint8``.
-        table: the embedding's initialiser and the one scale of its int8 codes; None leaves it in float.
+        table: of the embedding; None leaves it in float.
 
     Returns:
         The graph with its int8 weights as external tensors without a place yet, and its entry in the manifest.
     """
     model = _with_int8(model, scales, constants)
     if table is not None:
-        _code_table(model, *table)
+        _code_table(model, table)
     mark = model.metadata_props.add()
     mark.key, mark.value = INFERRED
     tables = [node.name for node in model.graph.node if node.op_type == "Gather"]
@@ -95,7 +96,7 @@ def quantize_graph(
     quantized.producer_name, quantized.producer_version = producer, ""
     coded, entry = _coded_ports(quantized, graph)
     if table is not None:
-        _code_rows(coded, table[0])
+        _code_rows(coded, table.name)
     # The quantiser puts its pairs at the end.
     ONNXModel(coded).topological_sort()
     return onnx.shape_inference.infer_shapes(coded, check_type=True, strict_mode=True), entry
@@ -143,19 +144,20 @@ def _with_int8(
     return copy
 
 
-def _code_table(model: onnx.ModelProto, name: str, scale: float) -> None:
-    """Puts an int8 table with one scale behind a dequantiser in a float table's place."""
+def _code_table(model: onnx.ModelProto, grid: TableGrid) -> None:
+    """Puts a table of codes behind a dequantiser in a float table's place."""
+    name = grid.name
     tensor = next(tensor for tensor in model.graph.initializer if tensor.name == name)
     model.graph.value_info.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, tensor.dims))
-    tensor.name, tensor.data_type = name + QUANTIZED, TensorProto.INT8
-    model.graph.initializer.append(numpy_helper.from_array(np.array(scale, dtype=np.float32), name + SCALE))
-    model.graph.initializer.append(numpy_helper.from_array(np.array(0, dtype=np.int8), name + ZERO_POINT))
+    tensor.name, tensor.data_type = name + QUANTIZED, helper.np_dtype_to_tensor_dtype(np.dtype(grid.dtype))
+    model.graph.initializer.append(numpy_helper.from_array(np.array(grid.scale, dtype=np.float32), name + SCALE))
+    model.graph.initializer.append(numpy_helper.from_array(grid.zero_point, name + ZERO_POINT))
     inputs = [name + QUANTIZED, name + SCALE, name + ZERO_POINT]
     model.graph.node.insert(0, helper.make_node("DequantizeLinear", inputs, [name], name=f"{name}_DequantizeLinear"))
 
 
 def _code_rows(model: onnx.ModelProto, table: str) -> None:
-    """Puts what is read from an int8 table on the table's own grid, as Qualcomm's compiler wants a Gather's output."""
+    """Puts what is read from a table of codes on its own grid, as Qualcomm's compiler wants a Gather's output."""
     gather = next(node for node in model.graph.node if node.op_type == "Gather" and node.input[0] == table)
     rows = gather.output[0]
     gather.output[0] = f"{rows}_rows"

@@ -95,11 +95,11 @@ def _activation_problems(model: onnx.ModelProto, activations: str) -> Iterator[s
                 yield f"{node.name}: reads {name} in float"
             elif name in tensors and name in floats:
                 yield f"{node.name}: reads the constant {name} in float"
-    # Rows of an int8 table are on the table's grid.
+    # Rows of a table of codes are on the table's grid.
     rows = {name for node in model.graph.node if node.op_type == "Gather" for name in node.output}
     coded = {node.output[0] for node in model.graph.node if node.op_type == "QuantizeLinear" and node.input[0] in rows}
     for name, grid in grids(model).items():
-        if grid.dtype != activations and not (name in coded and grid.dtype == "int8"):
+        if grid.dtype != activations and not (name in coded and grid.dtype in ("int8", "uint16")):
             yield f"{name}: expected {activations}, found {grid.dtype}"
         if not (math.isfinite(grid.scale) and grid.scale > 0):
             yield f"{name}: expected a positive finite scale, found {grid.scale}"

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import torch
 
-from calibrate.grid import LARGEST, check_finite, stored_scales
+from calibrate.grid import check_finite
 from calibrate.ranges import Ranges
 from calibrate.results import Results
 from export.ledger import Ledger, LinearRow, TensorRow, missing_rows
@@ -25,6 +25,7 @@ from export.phone.ports import manifest_of
 from export.phone.quantize import QUANTIZED, quantize_graph, tied_tensors
 from export.phone.quantized import quantized_problems
 from export.phone.structure import structure_of
+from export.phone.table import TableGrid
 from export.phone.weights import CodedWeights, phone_linears, rewritten
 from models.errors import BadInput
 from models.files import atomic_folder, sha256, to_json
@@ -163,9 +164,9 @@ def _part(job: _Job, graphs: PartGraphs, part: Part, ranges: Ranges, folder: Pat
     coded = [name for name in graphs.weights if name in job.linears]
     scales = {name: job.weights.packed(name)[1] for name in coded}
     table = None
-    if job.options.embedding == "int8" and tables:
+    if job.options.embedding != "float" and tables:
         (name,) = tables
-        table = name, _table_scale(name, job.read(graphs.weights[name]))
+        table = TableGrid.of(name, job.read(graphs.weights[name]), job.options.embedding)
     constants = {}
     for name, weight in graphs.weights.items():
         if name not in scales and name not in tables:
@@ -182,8 +183,8 @@ def _part(job: _Job, graphs: PartGraphs, part: Part, ranges: Ranges, folder: Pat
         if source in scales:
             return job.weights.packed(source)[0]
         value = job.read(graphs.weights[source])
-        if table is not None and source == table[0]:
-            return (value / table[1]).round_().clamp_(-LARGEST, LARGEST).to(torch.int8).numpy()
+        if table is not None and source == table.name:
+            return table.codes(value)
         check_finite(name, value)
         return value.numpy()
 
@@ -194,12 +195,6 @@ def _part(job: _Job, graphs: PartGraphs, part: Part, ranges: Ranges, folder: Pat
         problems += graph_problems(quantized[kind], entries[kind], job.options.opset, part.norms)
     problems += quantized_problems(quantized, written, job.options.activations, len(coded))
     return written, problems
-
-
-def _table_scale(name: str, table: torch.Tensor) -> float:
-    """Of an int8 table: one for all rows, because a row's own could not follow it out of the Gather."""
-    check_finite(name, table)
-    return float(stored_scales(table.abs().max() / LARGEST, torch.float32))
 
 
 def _hidden_problems(parts: Sequence[Part]) -> list[str]:
@@ -236,8 +231,9 @@ def _rows(model: OpenedModel, job: _Job, method: tuple[str, ...]) -> list[Tensor
             reason = "old checkpoints store it, models compute it from the configuration"
             rows.append(TensorRow(name, info.shape, dtype, "dropped", (), reason))
         elif name == table:
-            coded = job.options.embedding == "int8"
-            reason = "the table is int8 with one scale" if coded else "the table stays in float32"
+            coded = job.options.embedding != "float"
+            kind = job.options.embedding
+            reason = f"the table is {kind} with one scale" if coded else "the table stays in float32"
             stored = name + QUANTIZED if coded else name
             rows.append(
                 TensorRow(name, info.shape, dtype, "kept", (stored,), f"{reason}; {changed}" if changed else reason)

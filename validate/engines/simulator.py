@@ -41,7 +41,7 @@ def check_simulator(
     if artifact.float_tables:
         raise BadInput(
             f"{artifact.folder}: {', '.join(artifact.float_tables)}: HTP does not compile a Gather from a float table;"
-            " write the target with `embedding: int8`, or with `split`"
+            " write the target with `embedding: uint16`, or with `split`"
         )
     window = windows[:1, : artifact.manifest.prefill + STEPS]
     steps = steps_of(window.shape[1], STEPS)
