@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +13,7 @@ from calibrate.grid import Grid, check_finite
 from calibrate.methods import choose
 from calibrate.replay import Replay
 from calibrate.results import Hidden, QuantizedLayer, Results
-from calibrate.statistics import Inputs, Moments, first_input
+from calibrate.statistics import Inputs, Moments, first_input, reading
 from models.checkpoint import Checkpoint
 from models.family import Family, Linear
 from models.skeleton import stored_name
@@ -117,24 +116,29 @@ class _Stream:
         if 0 < start <= len(replay):
             self.hidden = results.load_hidden(start)
 
-    def inputs(self, layer: nn.Module, source: nn.Module | None, index: int, name: str, full: bool) -> Inputs:
-        """What a linear of the layer, with its weights as they are now, reads; and what it reads in the source."""
+    def inputs(self, layer: nn.Module, index: int, name: str, full: bool, reference: Sequence[torch.Tensor]) -> Inputs:
+        """What a linear of the layer, with its weights as they are now, reads, beside what it reads in the source."""
         seen = Moments(full)
         for i, hidden in enumerate(self.hidden.quantized):
-            x = self._input(layer, index, name, hidden)
-            seen.add(x, None if source is None else self._input(source, index, name, self.hidden.reference[i]))
+            x = first_input(layer.get_submodule(name), lambda h=hidden: self.replay.run(layer, index, h))
+            seen.add(x, reference[i] if reference else None)
         return seen.inputs()
-
-    def _input(self, layer: nn.Module, index: int, name: str, hidden: torch.Tensor) -> torch.Tensor:
-        return first_input(layer.get_submodule(name), lambda: self.replay.run(layer, index, hidden))
 
     def advance(self, layer: nn.Module, index: int) -> None:
         """Takes the hidden states through the quantised layer."""
         self.hidden.quantized = [self.replay.run(layer, index, hidden) for hidden in self.hidden.quantized]
 
-    def advance_reference(self, layer: nn.Module, index: int) -> None:
-        """Takes the reference's hidden states through the source's layer."""
-        self.hidden.reference = [self.replay.run(layer, index, hidden) for hidden in self.hidden.reference]
+    def advance_reference(self, layer: nn.Module, index: int, names: Sequence[str]) -> dict[str, list[torch.Tensor]]:
+        """Takes the reference's hidden states through the source's layer; what its linears read on the way."""
+        read: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+        outputs = []
+        with reading({name: layer.get_submodule(name) for name in names}) as seen:
+            for hidden in self.hidden.reference:
+                outputs.append(self.replay.run(layer, index, hidden))
+                for name in names:
+                    read[name].append(seen[name])
+        self.hidden.reference = outputs
+        return read
 
 
 @dataclass(frozen=True)
@@ -177,12 +181,17 @@ def _layer(run: _Run, index: int, linears: list[Linear]) -> None:
         for name in dict.fromkeys(linear.module for linear in linears):
             # From the file, not from the module: a cast to the compute dtype could hide or make an infinity.
             check_finite(f"{run.checkpoint.name}: {name}.weight", run.checkpoint.read(f"{name}.weight"))
-        source = copy.deepcopy(layer) if stream is not None and run.recipe.compares else None
         found = QuantizedLayer()
-        for group in groups(replay.family, prefix, linears):
+        together = {g[0].module.removeprefix(prefix): g for g in groups(replay.family, prefix, linears)}
+        reference: dict[str, list[torch.Tensor]] = {}
+        if stream is not None and run.recipe.compares:
+            # While the layer's weights are still the source's.
+            reference = stream.advance_reference(layer, index, list(together))
+        for first, group in together.items():
             modules = {linear.module: layer.get_submodule(linear.module.removeprefix(prefix)) for linear in group}
-            first = group[0].module.removeprefix(prefix)
-            inputs = None if stream is None else stream.inputs(layer, source, index, first, run.full)
+            inputs = None
+            if stream is not None:
+                inputs = stream.inputs(layer, index, first, run.full, reference.pop(first, ()))
             for linear in group:
                 module = modules[linear.module]
                 assert isinstance(module, nn.Linear)
@@ -191,8 +200,6 @@ def _layer(run: _Run, index: int, linears: list[Linear]) -> None:
                 rows.copy_(found.linears[linear.name].dequantize(run.recipe.dtype))
         if stream is not None:
             stream.advance(layer, index)
-            if source is not None:
-                stream.advance_reference(source, index)
         run.results.save(index, found, None if stream is None else stream.hidden)
 
 

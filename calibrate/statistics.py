@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from calibrate.hessian import Factor, correction, factorise
+from calibrate.products import cross, gram
 
 
 @dataclass(frozen=True)
@@ -76,13 +77,13 @@ class Moments:
 
     def add(self, x: torch.Tensor, reference: torch.Tensor | None = None) -> None:
         """Takes inputs [..., K], and what the source's model has in their place."""
-        x = x.reshape(-1, x.shape[-1]).float()
-        batch = x.square().sum(0).double()
-        self.total = batch if self.total is None else self.total + batch
+        x = x.reshape(-1, x.shape[-1])
+        self.total = _sum(self.total, x.float().square().sum(0).double())
         if self.full:
-            self.products = _add_product(self.products, x, x)
+            self.products = _sum(self.products, gram(x))
         if reference is not None:
-            self.drift = _add_product(self.drift, reference.reshape(x.shape).float() - x, x)
+            # The difference in the inputs' own dtype: its rounding is far below theirs.
+            self.drift = _sum(self.drift, cross(reference.reshape(x.shape) - x, x))
         self.tokens += x.shape[0]
 
     def second_moments(self) -> torch.Tensor:
@@ -98,8 +99,8 @@ class Moments:
         return Inputs(moments, hessian, drift)
 
 
-def _add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return a.t() @ b if total is None else total.addmm_(a.t(), b)
+def _sum(total: torch.Tensor | None, part: torch.Tensor) -> torch.Tensor:
+    return part if total is None else total.add_(part)
 
 
 @contextmanager
@@ -136,17 +137,32 @@ def first_input(module: nn.Module, forward: Callable[[], object]) -> torch.Tenso
     Raises:
         ValueError: when the forward pass does not come to the module.
     """
-    seen: list[torch.Tensor] = []
 
     def stop(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        seen.append(inputs[0])
         raise Enough
 
-    handle = module.register_forward_pre_hook(stop)
-    try:
-        forward()
-    except Enough:
-        return seen[0]
-    finally:
-        handle.remove()
+    with reading({"it": module}) as seen:
+        handle = module.register_forward_pre_hook(stop)
+        try:
+            forward()
+        except Enough:
+            return seen["it"]
+        finally:
+            handle.remove()
     raise ValueError("the module was not run")
+
+
+@contextmanager
+def reading(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, torch.Tensor]]:
+    """Yields what modules read in the last forward pass of the block, by name."""
+    seen: dict[str, torch.Tensor] = {}
+
+    def hook(name: str) -> torch.utils.hooks.RemovableHandle:
+        return modules[name].register_forward_pre_hook(lambda _, inputs: seen.__setitem__(name, inputs[0]))
+
+    handles = [hook(name) for name in modules]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -69,8 +69,9 @@ def estimate(prepared: Prepared) -> Estimate:
     largest_layer, hidden_once = _largest_layer(prepared), _hidden_bytes(prepared, validation=False)
     embedding = checkpoint.tensors[f"{prepared.model.family.embedding}.weight"].elements * prepared.dtype.itemsize
     shard = min(prepared.pipeline.output.shard_bytes, max((t.file_bytes for t in targets), default=0))
-    # A method that compares holds the source's layer too.
-    calibration = largest_layer * (2 + max(1, streams)) + embedding + max(1, streams) * hidden_once * 2
+    calibration = largest_layer * 3 + embedding + max(1, streams) * hidden_once * 2
+    if any(plan.recipe.compares for plan in prepared.plans):
+        calibration += _read_bytes(prepared)
     trained = [plan for plan in prepared.plans if plan.recipe.trains]
     if trained:
         # Table and head of the reference and of the model.
@@ -139,12 +140,27 @@ def _groups(plan: AnyPlan) -> int:
 
 def _hidden_bytes(prepared: Prepared, validation: bool) -> int:
     """Of one pass's hidden states; the residual stream is at most fp32."""
+    return _tokens(prepared, validation) * prepared.model.dimensions.hidden * 4
+
+
+def _tokens(prepared: Prepared, validation: bool) -> int:
     config = prepared.pipeline
     if validation:
-        tokens = config.validation.tokens if config.validation else 0
-    else:
-        tokens = config.calibration.samples * config.calibration.sequence_length if config.calibration else 0
-    return tokens * prepared.model.dimensions.hidden * 4
+        return config.validation.tokens if config.validation else 0
+    return config.calibration.samples * config.calibration.sequence_length if config.calibration else 0
+
+
+def _read_bytes(prepared: Prepared) -> int:
+    """Of what the linears of a layer read, which a method that compares keeps of the source's layer."""
+    family = prepared.model.family
+    layers: dict[int, dict[str, int]] = {}
+    for linear in prepared.model.linears:
+        if linear.layer is not None:
+            name = linear.name.removeprefix(f"{family.layers}.{linear.layer}.")
+            shard = next((shard[0] for shard in family.shards if name in shard), name)
+            layers.setdefault(linear.layer, {})[shard] = linear.columns
+    widest = max((sum(columns.values()) for columns in layers.values()), default=0)
+    return _tokens(prepared, validation=False) * widest * prepared.dtype.itemsize
 
 
 def _largest_layer(prepared: Prepared) -> int:

@@ -24,3 +24,8 @@ def one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The runs on real weights take minutes: first, so that no worker ends with them alone."""
+    items.sort(key=lambda item: item.path.name != "test_smollm2.py")

@@ -61,7 +61,7 @@ def test_round_to_nearest_costs_what_others_measured(tmp_path: Path) -> None:
 
 def test_search_loses_less_than_round_to_nearest(tmp_path: Path) -> None:
     text = {"path": "text", "data_files": str(ROOT / "examples/text/calibration.txt")}
-    report = run(tmp_path, "search", 10, calibration={"dataset": text, "samples": 16})
+    report = run(tmp_path, "search", 10, calibration={"dataset": text, "samples": 8})
     for target in report["targets"]:
         # Other windows than above, fewer: so by more than the noise of these.
         bound = target["perplexity_ratio"] + 3 * target["perplexity_ratio_se"]
