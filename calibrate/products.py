@@ -33,7 +33,7 @@ def cross(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def _matrix_unit(dtype: torch.dtype) -> Iterator[None]:
     """Lets AMX multiply fp32 tensors that hold bf16 numbers: their products are exact in fp32, and so are their sums'
     roundings those of any fp32 product."""
-    settings = torch.backends.mkldnn.matmul
+    settings = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # torch sets it at run time
     before = settings.fp32_precision
     if dtype is torch.bfloat16 and torch.cpu._is_amx_tile_supported():
         settings.fp32_precision = "bf16"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -120,7 +121,7 @@ class _Stream:
         """What a linear of the layer, with its weights as they are now, reads, beside what it reads in the source."""
         seen = Moments(full)
         for i, hidden in enumerate(self.hidden.quantized):
-            x = first_input(layer.get_submodule(name), lambda h=hidden: self.replay.run(layer, index, h))
+            x = first_input(layer.get_submodule(name), partial(self.replay.run, layer, index, hidden))
             seen.add(x, reference[i] if reference else None)
         return seen.inputs()
 
