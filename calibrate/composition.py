@@ -2,21 +2,22 @@
 
 A list names exactly one method that chooses codes; the others work around it:
 
-1. stages ``rotate`` and ``awq`` are for rewrites of the weights that keep the model's function; none is built yet;
-2. ``rtn``, ``search``, ``gptq`` choose a linear's codes, scales and zeros;
-3. ``refine`` improves them for the same layout, and ``tune`` trains them by gradient.
+1. ``fold`` or ``rotate`` rewrites the model before it is quantised, and keeps its function;
+2. ``awq`` rescales channels, layer by layer and link by link, and keeps it too;
+3. ``rtn``, ``search``, ``gptq`` choose a linear's codes, scales and zeros;
+4. ``refine`` improves them for the same layout, and ``tune`` trains them by gradient.
 
 Only data, without torch: configurations are checked against it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Stage = Literal["rotate", "awq", "codes", "refine", "tune"]
-STAGES: tuple[Stage, ...] = ("rotate", "awq", "codes", "refine", "tune")
+Stage = Literal["rewrite", "awq", "codes", "refine", "tune"]
+STAGES: tuple[Stage, ...] = ("rewrite", "awq", "codes", "refine", "tune")
 Needs = Literal["weights", "moments", "hessian"]
 # Methods that train learn from all but one of them at least.
 TRAINING_WINDOWS = 2
@@ -32,19 +33,28 @@ class Method:
         needs: what it wants to know of a linear's inputs.
         compares: whether it wants the hidden states of the source's layers too.
         trains: whether it works on the whole model behind the layers' other methods, and not without text.
+        compensates: whether a channel's error is made up for by others.
+        links: whether it works only for families that name the links between their modules.
+        measures: whether it does nothing without text.
     """
 
     stage: Stage
     needs: Needs
     compares: bool = False
     trains: bool = False
+    compensates: bool = False
+    links: bool = False
+    measures: bool = False
 
 
 METHODS: dict[str, Method] = {
+    "fold": Method("rewrite", "weights", links=True),
+    "rotate": Method("rewrite", "weights", links=True),
+    "awq": Method("awq", "hessian", links=True, measures=True),
     "rtn": Method("codes", "weights"),
     "search": Method("codes", "moments"),
-    "gptq": Method("codes", "hessian", compares=True),
-    "refine": Method("refine", "hessian"),
+    "gptq": Method("codes", "hessian", compares=True, compensates=True),
+    "refine": Method("refine", "hessian", compensates=True),
     "tune": Method("tune", "moments", trains=True),
 }
 
@@ -55,6 +65,9 @@ def composition_problems(names: Sequence[str]) -> list[str]:
     choosers = [name for name in dict.fromkeys(names) if METHODS[name].stage == "codes"]
     if len(choosers) > 1:
         problems.append(f"{' and '.join(choosers)} each choose the codes: name one of them")
+    rewrites = rewrites_of(dict.fromkeys(names))
+    if len(rewrites) > 1:
+        problems.append(f"{' and '.join(rewrites)} each fold the norms: name one of them")
     if not choosers:
         every = ", ".join(name for name, method in METHODS.items() if method.stage == "codes")
         problems.append(f"nothing chooses the codes: name one of {every} too")
@@ -62,6 +75,11 @@ def composition_problems(names: Sequence[str]) -> list[str]:
     if not problems and ordered != list(names):
         problems.append(f"methods work in one order: write [{', '.join(ordered)}]")
     return problems
+
+
+def rewrites_of(names: Iterable[str]) -> list[str]:
+    """The methods that change the model's weights before anything is quantised."""
+    return [name for name in names if METHODS[name].stage == "rewrite"]
 
 
 def needs(names: Sequence[str]) -> Needs:
@@ -77,3 +95,8 @@ def compares(names: Sequence[str]) -> bool:
 def trains(names: Sequence[str]) -> bool:
     """Whether any of the methods trains the whole model on calibration text."""
     return any(METHODS[name].trains for name in names)
+
+
+def measures(names: Sequence[str]) -> list[str]:
+    """The methods that do nothing without text."""
+    return [name for name in names if METHODS[name].measures]

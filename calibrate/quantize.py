@@ -11,16 +11,19 @@ from torch import nn
 
 from calibrate.composition import compares, needs, trains
 from calibrate.grid import Grid, check_finite
+from calibrate.links import Smoother
 from calibrate.methods import choose
 from calibrate.replay import Replay
 from calibrate.results import Hidden, QuantizedLayer, Results
 from calibrate.statistics import Inputs, Moments, first_input, reading
 from models.checkpoint import Checkpoint
-from models.family import Family, Linear
+from models.family import Dimensions, Family, Linear
 from models.skeleton import stored_name
 
 # Tokens in one forward pass of a layer: enough to fill a matrix unit, small enough for eager attention.
 BATCH_TOKENS = 4096
+# Tokens of a batch whose inputs are looked at one by one, where the engine rounds them.
+SAMPLE = 128
 Progress = Callable[[str, int, int], None]
 
 
@@ -32,11 +35,13 @@ class Recipe:
         grids: (linear's full name, its grid), for the linears that are quantised.
         method: names of `calibrate.composition.METHODS`, in their one order.
         dtype: what the model computes in.
+        int8_inputs: whether the engine rounds the linears' inputs to int8, each token by its largest.
     """
 
     grids: tuple[tuple[str, Grid], ...]
     method: tuple[str, ...]
     dtype: torch.dtype
+    int8_inputs: bool = False
 
     @property
     def uses_text(self) -> bool:
@@ -57,6 +62,11 @@ class Recipe:
     def trains(self) -> bool:
         """Whether `calibrate.tune` follows."""
         return trains(self.method)
+
+    @property
+    def smooths(self) -> bool:
+        """Whether channels are rescaled along the family's links."""
+        return "awq" in self.method
 
 
 def batches(windows: torch.Tensor) -> list[torch.Tensor]:
@@ -90,7 +100,11 @@ def quantize(
     stream = None
     if windows is not None and recipe.uses_text:
         stream = _Stream(replay, batches(windows), results, start, recipe.compares)
-    run = _Run(checkpoint, replay, dict(recipe.grids), recipe, stream, results)
+    smoother = None
+    if stream is not None and recipe.smooths:
+        named, head_dim = {linear.name: linear for linear in linears}, Dimensions.of(replay.model.config).head_dim
+        smoother = Smoother(replay.family, named, recipe.method, head_dim, recipe.dtype)
+    run = _Run(checkpoint, replay, dict(recipe.grids), recipe, stream, results, smoother)
     by_layer: dict[int, list[Linear]] = {}
     for linear in linears:
         if linear.name in run.grids:
@@ -117,9 +131,10 @@ class _Stream:
         if 0 < start <= len(replay):
             self.hidden = results.load_hidden(start)
 
-    def inputs(self, layer: nn.Module, index: int, name: str, full: bool, reference: Sequence[torch.Tensor]) -> Inputs:
+    def inputs(
+        self, layer: nn.Module, index: int, name: str, seen: Moments, reference: Sequence[torch.Tensor]
+    ) -> Inputs:
         """What a linear of the layer, with its weights as they are now, reads, beside what it reads in the source."""
-        seen = Moments(full)
         for i, hidden in enumerate(self.hidden.quantized):
             x = first_input(layer.get_submodule(name), partial(self.replay.run, layer, index, hidden))
             seen.add(x, reference[i] if reference else None)
@@ -152,10 +167,11 @@ class _Run:
     recipe: Recipe
     stream: _Stream | None
     results: Results
+    smoother: Smoother | None = None
 
-    @property
-    def full(self) -> bool:
-        return needs(self.recipe.method) == "hessian"
+    def moments(self) -> Moments:
+        keeps = SAMPLE if self.smoother is not None and self.recipe.int8_inputs else 0
+        return Moments(needs(self.recipe.method) == "hessian", keeps)
 
     def choose(self, linear: Linear, weight: torch.Tensor, inputs: Inputs | None, found: QuantizedLayer) -> None:
         chosen = choose(weight, self.grids[linear.name], self.recipe.method, inputs)
@@ -190,14 +206,17 @@ def _layer(run: _Run, index: int, linears: list[Linear]) -> None:
             reference = stream.advance_reference(layer, index, list(together))
         for first, group in together.items():
             modules = {linear.module: layer.get_submodule(linear.module.removeprefix(prefix)) for linear in group}
-            inputs = None
+            inputs, factors = None, None
             if stream is not None:
-                inputs = stream.inputs(layer, index, first, run.full, reference.pop(first, ()))
+                inputs = stream.inputs(layer, index, first, run.moments(), reference.pop(first, ()))
+            if run.smoother is not None and inputs is not None:
+                factors = run.smoother.smooth(layer, prefix, group, run.grids[group[0].name], inputs, found)
+                inputs = inputs if factors is None else inputs.scaled(factors)
             for linear in group:
                 module = modules[linear.module]
                 assert isinstance(module, nn.Linear)
                 rows = module.weight[linear.start : linear.stop]
-                run.choose(linear, rows, inputs, found)
+                run.choose(linear, rows if factors is None else rows.float() * factors, inputs, found)
                 rows.copy_(found.linears[linear.name].dequantize(run.recipe.dtype))
         if stream is not None:
             stream.advance(layer, index)
@@ -211,12 +230,16 @@ def _head(run: _Run, linears: list[Linear]) -> None:
         name = stored_name(run.checkpoint, replay.model, f"{linear.module}.weight")
         weight = run.checkpoint.read(name)
         check_finite(f"{run.checkpoint.name}: {name}", weight)
-        inputs = None
+        inputs, weight = None, weight.to(run.recipe.dtype)
         if stream is not None:
-            seen = Moments(run.full)
+            seen = run.moments()
             with replay.before_head() as read:
                 for i, (ids, hidden) in enumerate(zip(stream.ids, stream.hidden.quantized, strict=True)):
                     seen.add(read(ids, hidden), read(ids, stream.hidden.reference[i]) if run.recipe.compares else None)
             inputs = seen.inputs()
-        run.choose(linear, weight.to(run.recipe.dtype), inputs, found)
+            if run.smoother is not None:
+                factors = run.smoother.smooth_head(replay.read, linear, weight, run.grids[linear.name], inputs, found)
+                if factors is not None:
+                    weight, inputs = weight.float() * factors, inputs.scaled(factors)
+        run.choose(linear, weight, inputs, found)
     run.results.save(len(replay), found)

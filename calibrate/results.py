@@ -15,8 +15,8 @@ from calibrate.grid import Quantized
 from models.files import sync
 
 FIELDS = ("codes", "scales", "zeros", "zero_points")
-# Before the names of unquantised tensors in a layer's file; no tensor's name has a colon.
-CHANGED = "changed:"
+# Before the names of unquantised tensors, and of links' factors, in a layer's file; no tensor's name has a colon.
+CHANGED, FACTORS = "changed:", "factors:"
 
 
 @dataclass
@@ -29,6 +29,8 @@ class QuantizedLayer:
         fallbacks: of linears that were rounded to nearest instead of by their methods, why.
         tensors: new values of tensors that stay unquantised, by the source's name for them, in its shape.
         reasons: of each such tensor, what changed it.
+        factors: fp32 [channels] by a writer's name: its outputs were divided by them, its readers' weights multiplied.
+        links: what was found for each link that was looked at, by its writer's name, as JSON values.
     """
 
     linears: dict[str, Quantized] = field(default_factory=dict)
@@ -36,6 +38,8 @@ class QuantizedLayer:
     fallbacks: dict[str, str] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
+    factors: dict[str, torch.Tensor] = field(default_factory=dict)
+    links: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 @dataclass
@@ -80,9 +84,11 @@ class Results:
             if (value := getattr(quantized, field)) is not None
         }
         tensors |= {f"{CHANGED}{name}": value.contiguous() for name, value in layer.tensors.items()}
+        tensors |= {f"{FACTORS}{name}": value.contiguous() for name, value in layer.factors.items()}
         # Sorted, so that a layer's bytes depend on what was found and not on the order in which it was.
         bits = {name: quantized.bits for name, quantized in layer.linears.items()}
         words = {"bits": bits, "errors": layer.errors, "fallbacks": layer.fallbacks, "reasons": layer.reasons}
+        words["links"] = layer.links
         save_tensors(self._layer(index), tensors, {"found": json.dumps(words, sort_keys=True)})
         self.drop_hidden(index)
 
@@ -98,12 +104,18 @@ class Results:
                 for name, bits in words.pop("bits").items()
             }
             tensors = {name: file.get_tensor(f"{CHANGED}{name}") for name in words["reasons"]}
-        return QuantizedLayer(linears, **words, tensors=tensors)
+            factors = {key.removeprefix(FACTORS): file.get_tensor(key) for key in keys if key.startswith(FACTORS)}
+        return QuantizedLayer(linears, **words, tensors=tensors, factors=factors)
 
     def changes(self, index: int) -> dict[str, str]:
         """The unquantised tensors that a committed layer has new values for, and what changed each."""
         with safe_open(self._layer(index), "pt") as file:
             return _words(file)["reasons"]
+
+    def links(self, index: int) -> dict[str, dict[str, Any]]:
+        """What was found for the links of a committed layer, by writer."""
+        with safe_open(self._layer(index), "pt") as file:
+            return _words(file)["links"]
 
     def read_changed(self, index: int, name: str) -> torch.Tensor:
         """The new value of one of them."""

@@ -75,6 +75,19 @@ class Rewritten(Checkpoint):
             value = edit(value, lambda other: _wide(self.base, other, compute))
         return value
 
+    def rewrites(self, name: str) -> tuple[str, ...]:
+        """In words, what was done to a tensor, first to last; empty for one that is the base's."""
+        start = self.copies.get(name, name)
+        below = self.base.rewrites(start) if isinstance(self.base, Rewritten) else ()
+        copied = (f"a copy of {start}",) if name in self.copies else ()
+        # Without the hash of its parameters.
+        done = (" ".join(self.what.split()[:2]),) if name in self.edits else ()
+        return (*below, *copied, *done)
+
+    def copied(self, name: str) -> bool:
+        """Whether the source has no such tensor."""
+        return name in self.copies or (isinstance(self.base, Rewritten) and self.base.copied(name))
+
     def side_files(self) -> dict[str, Path]:
         return self.base.side_files()
 

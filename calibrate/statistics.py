@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -22,16 +22,25 @@ class Inputs:
         moments: fp32 [K], second moments E[x_k^2].
         hessian: fp32 [K, K], E[x x^T], where a method wants it.
         drift: fp32 [K, K], E[(x~ - x) x^T] with the inputs x~ of the source's model, where a method compares with it.
+        sample: fp32 [tokens, K], some of the inputs, where a method looks at them one by one.
     """
 
     moments: torch.Tensor
     hessian: torch.Tensor | None = None
     drift: torch.Tensor | None = None
+    sample: torch.Tensor | None = None
 
     @staticmethod
     def alike(columns: int) -> Inputs:
         """Of a linear that nothing is known of: every channel weighs the same, and for itself."""
         return Inputs(torch.ones(columns))
+
+    def scaled(self, factors: torch.Tensor) -> Inputs:
+        """What a linear reads where each channel was divided by its factor [K]."""
+        products = torch.outer(factors, factors)
+        hessian, drift = (None if t is None else t / products for t in (self.hessian, self.drift))
+        sample = None if self.sample is None else self.sample / factors
+        return Inputs(self.moments / factors.square(), hessian, drift, sample)
 
     @property
     def full(self) -> torch.Tensor:
@@ -63,6 +72,7 @@ class Moments:
 
     Attributes:
         full: whether products of different channels are summed too.
+        keeps: how many tokens of every batch are kept as they are, evenly spread.
         total: fp64 [K], sum over tokens of x squared.
         products: fp32 [K, K], sum over tokens of x x^T; only when ``full``.
         drift: fp32 [K, K], sum over tokens of (x~ - x) x^T, where inputs x~ of the source's model were given too.
@@ -70,10 +80,12 @@ class Moments:
     """
 
     full: bool = False
+    keeps: int = 0
     total: torch.Tensor | None = None
     products: torch.Tensor | None = None
     drift: torch.Tensor | None = None
     tokens: int = 0
+    kept: list[torch.Tensor] = field(default_factory=list)
 
     def add(self, x: torch.Tensor, reference: torch.Tensor | None = None) -> None:
         """Takes inputs [..., K], and what the source's model has in their place."""
@@ -84,6 +96,8 @@ class Moments:
         if reference is not None:
             # The difference in the inputs' own dtype: its rounding is far below theirs.
             self.drift = _sum(self.drift, cross(reference.reshape(x.shape) - x, x))
+        if self.keeps:
+            self.kept.append(x[:: max(1, len(x) // self.keeps)].float())
         self.tokens += x.shape[0]
 
     def second_moments(self) -> torch.Tensor:
@@ -96,7 +110,7 @@ class Moments:
         """What was seen. Raises ValueError before any input was."""
         moments = self.second_moments()
         hessian, drift = (None if t is None else t / self.tokens for t in (self.products, self.drift))
-        return Inputs(moments, hessian, drift)
+        return Inputs(moments, hessian, drift, torch.cat(self.kept) if self.kept else None)
 
 
 def _sum(total: torch.Tensor | None, part: torch.Tensor) -> torch.Tensor:

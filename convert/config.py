@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr, ValidationInfo, field_validator
 
-from calibrate.composition import TRAINING_WINDOWS, trains
+from calibrate.composition import TRAINING_WINDOWS, measures, trains
 from convert.engines import Engines
 from convert.sections import FILE_BUILDERS, Calibration, Dataset, Validation, dataset_arguments
 from convert.target import Target
@@ -158,7 +158,7 @@ class Pipeline(Section):
 
     @field_validator("targets")
     @classmethod
-    def _training_has_text(cls, targets: list[Target], info: ValidationInfo) -> list[Target]:
+    def _methods_have_text(cls, targets: list[Target], info: ValidationInfo) -> list[Target]:
         # A calibration section with a problem of its own is not there.
         calibration = info.data.get("calibration", Calibration.model_construct(samples=TRAINING_WINDOWS))
         if (
@@ -169,6 +169,9 @@ class Pipeline(Section):
                 "method tune trains on some calibration windows and judges by others: it needs a `calibration`"
                 f" section with at least {TRAINING_WINDOWS} samples"
             )
+        measuring = [name for target in targets for name in measures(target.code_methods)]
+        if measuring and calibration is None:
+            raise broken_rule(f"method {measuring[0]} keeps what measures better: it needs a `calibration` section")
         return targets
 
     @field_validator("work")

@@ -126,7 +126,7 @@ def _bytes_below(folder: Path) -> int:
 def _target(prepared: Prepared, plan: AnyPlan) -> TargetEstimate:
     # Codes and integer zero points take a byte each in the work folder, so a scale with its zero at most four.
     groups = _groups(plan)
-    kept = plan.kept_bytes(prepared.model.checkpoint)
+    kept = plan.kept_bytes(plan.rewritten(prepared.model).checkpoint)
     work = plan.weights + 4 * groups
     if plan.recipe.trains:
         # The layers once more as they were tuned, and the state of an unfinished training.

@@ -34,6 +34,7 @@ def plan_to_dict(prepared: Prepared, needs: Estimate) -> dict[str, Any]:
                 "name": target.plan.spec.name,
                 "format": target.plan.spec.format,
                 "method": list(target.plan.spec.method),
+                "quality": "" if isinstance(target.plan, PhonePlan) else target.plan.spec.quality,
                 "group_size": _group_size(target.plan),
                 "bits_per_weight": target.plan.bits_per_weight,
                 "quantized_bytes": target.quantized_bytes,
@@ -61,7 +62,7 @@ def print_plan(prepared: Prepared, needs: Estimate, console: Console) -> None:
         table.add_row(
             target["name"],
             target["format"],
-            "+".join(target["method"]),
+            "+".join(target["method"]) + (f" ({target['quality']})" if target["quality"] else ""),
             str(target["group_size"]),
             f"{target['bits_per_weight']:.4g}",
             size(target["quantized_bytes"]),

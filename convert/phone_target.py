@@ -15,7 +15,9 @@ Positions = Annotated[int, Field(ge=2)]
 # Keys that not every format reads.
 _GRIDS = ("gptq", "awq", "tinygemm", "auto")
 READERS: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("group_size", "group_size_policy", "symmetric", "zero", "lm_head", "skip", "qkv"), _GRIDS),
+    **dict.fromkeys(
+        ("group_size", "group_size_policy", "symmetric", "zero", "quality", "lm_head", "skip", "qkv"), _GRIDS
+    ),
     "isa": ("tinygemm", "auto"),
     **dict.fromkeys(("priority", "device"), ("auto",)),
     **dict.fromkeys(

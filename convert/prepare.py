@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from calibrate.overlap import overlap
+from calibrate.rewrites import rewritten
 from calibrate.text import (
     Leading,
     Text,
@@ -230,7 +231,10 @@ def prepare(pipeline: Pipeline, only: tuple[str, ...] = ()) -> Prepared:
 
 def _plan(target: Target, pipeline: Pipeline, model: OpenedModel, dtype: torch.dtype) -> AnyPlan:
     if target.format != FORMAT:
-        return make_plan(to_spec(target), model.checkpoint, model.family, model.linears, dtype)
+        spec = to_spec(target)
+        # Of a family without links make_plan says so, of all methods at once.
+        view = model if model.family.links is None else _rewritten(spec, model, dtype)
+        return make_plan(spec, view.checkpoint, model.family, model.linears, dtype)
     problems = phone_problems(target, pipeline)
     try:
         plan = make_phone_plan(PhoneSpec(target.name, tuple(target.method), target.phone_options), model)
@@ -239,6 +243,13 @@ def _plan(target: Target, pipeline: Pipeline, model: OpenedModel, dtype: torch.d
     if problems:
         raise BadInput(problems)
     return plan
+
+
+def _rewritten(spec: TargetSpec, model: OpenedModel, dtype: torch.dtype) -> OpenedModel:
+    try:
+        return rewritten(model, spec.method, dtype, values=True)
+    except BadInput as error:
+        raise BadInput(f"target {spec.name} ({spec.format}): {problem}" for problem in error.problems) from error
 
 
 def _engines(pipeline: Pipeline, plans: list[AnyPlan]) -> tuple[EngineSpec, ...]:
@@ -279,6 +290,7 @@ def to_spec(target: Target) -> TargetSpec:
         group_size=target.group_size,
         zero=target.zero,
         method=tuple(target.method),
+        quality=target.quality or "",
         quantize_head=target.lm_head == "quantize",
         fit_group_size=target.group_size_policy == "largest-fitting",
         skip=tuple(target.skip),

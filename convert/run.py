@@ -155,8 +155,8 @@ def _build(job: Job, plan: AnyPlan, calibration: Windows | None) -> AnyArtifact:
     def progress(what: str, done: int, total: int) -> None:
         show(f"{name}: {what}", done, total)
 
-    # What is quantised: a phone's graphs may hold the same function in other weights.
-    weights = plan.rewritten(model).checkpoint if isinstance(plan, PhonePlan) else model.checkpoint
+    # What is quantised may be the same function in other weights.
+    weights = plan.rewritten(model).checkpoint
     linears = plan.linears if isinstance(plan, PhonePlan) else model.linears
     quantize(weights, linears, plan.recipe, ids, results, progress)
     notes = _notes(prepared, plan)
@@ -179,7 +179,7 @@ def _build(job: Job, plan: AnyPlan, calibration: Windows | None) -> AnyArtifact:
         method, options = plan.spec.method, plan.options
         write_phone(model, method, options, results, ids, folder, ledger, observed, PartDriver, progress=progress)
     else:
-        write(plan, model.checkpoint, results, model.dimensions.layers, folder, ledger, pipeline.output.shard_bytes)
+        write(plan, weights, results, model.dimensions.layers, folder, ledger, pipeline.output.shard_bytes)
     artifact = open_artifact(folder)
     artifact.check()
     show.say(f"{name}: written to {os.path.relpath(folder)}")

@@ -28,6 +28,12 @@ from models.errors import BadInput
 Format = Literal["gptq", "awq", "tinygemm", "phone"]
 ZeroKind = Literal["none", "float", "integer"]
 HeadPolicy = Literal["quantize", "keep"]
+# What each `quality` stands for; docs/fidelity.md has what they cost and leave.
+QUALITY: Mapping[str, tuple[str, ...]] = {
+    "fast": ("search",),
+    "balanced": ("gptq", "refine"),
+    "best": ("gptq", "refine", "tune"),
+}
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,7 @@ class Target(PhoneKeys):
         group_size: weights per scale along the input; -1 is one group a row.
         group_size_policy: what happens to a linear that `group_size` does not divide.
         symmetric, zero: the grid; `zero` is `none` exactly when symmetric.
+        quality: a list of methods by what it costs and leaves, instead of `method`.
         method: how codes and scales are chosen, in the order of `calibrate.composition`.
         lm_head: whether the head is quantised.
         skip: patterns (fnmatch) of linears that stay as they are.
@@ -80,7 +87,10 @@ class Target(PhoneKeys):
     group_size_policy: Literal["error", "largest-fitting"] = "error"
     symmetric: bool = Field(default_factory=lambda data: _rules(data["format"]).symmetric)
     zero: ZeroKind = Field(default_factory=lambda data: "none" if data["symmetric"] else _rules(data["format"]).zero)
-    method: Annotated[list[str], Field(min_length=1), BeforeValidator(list_of_one)] = ["search"]
+    quality: Literal["fast", "balanced", "best"] | None = None
+    method: Annotated[list[str], Field(min_length=1), BeforeValidator(list_of_one)] = Field(
+        default_factory=lambda data: list(QUALITY[data["quality"]]) if data.get("quality") else ["search"]
+    )
     lm_head: HeadPolicy = Field(default_factory=lambda data: _rules(data["format"]).lm_head)
     skip: list[Text] = []
     qkv: Literal["split", "fused"] | None = None
@@ -159,6 +169,10 @@ class Target(PhoneKeys):
     @field_validator("method")
     @classmethod
     def _methods_known(cls, method: list[str], info: ValidationInfo) -> list[str]:
+        quality = info.data.get("quality")
+        if quality is not None:
+            methods = ", ".join(QUALITY[quality])
+            raise broken_rule(f"`quality: {quality}` stands for [{methods}] already: leave one of the two keys out")
         phone = info.data.get("format") == "phone"
         known = PHONE_METHODS if phone else tuple(METHODS)
         for name in method:

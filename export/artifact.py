@@ -11,6 +11,7 @@ import torch
 
 from calibrate.grid import Quantized, check_finite, concatenate
 from calibrate.results import QuantizedLayer, Results
+from calibrate.rewrite import Rewritten
 from export.layout import Layout
 from export.layouts import layout_of
 from export.ledger import FILE as LEDGER
@@ -37,6 +38,7 @@ def write(
     """Writes an artifact; it appears under ``folder`` only when it is whole.
 
     Args:
+        checkpoint: what was quantised: the source, or a view of it in other weights.
         results: the quantised layers, ``layers`` of them and then the head.
         ledger: filled with a row for every source tensor and the hashes of the artifact's files.
 
@@ -51,7 +53,8 @@ def write(
             ledger.tensors.append(emit.tensor(name))
         if plan.tied:
             ledger.tensors += emit.tied_head()
-        ledger.notes += _fallback_notes(ledger)
+        ledger.links = [row for index in range(layers + 1) for row in _links(results, index)]
+        ledger.notes += _fallback_notes(ledger) + _link_notes(ledger)
         unaccounted = missing_rows(ledger, checkpoint.tensors)
         if unaccounted:
             raise RuntimeError(f"no ledger row for {unaccounted}")
@@ -121,7 +124,8 @@ class _Emitter:
             rows = tuple(row for m in modules for row in self._quantized(m))
             if sum(m.rows for m in modules) != info.shape[0]:
                 raise RuntimeError(f"{name}: only some of its output channels are planned")
-            return TensorRow(name, info.shape, dtype, "quantized", tuple(m.name for m in modules), linears=rows)
+            stored = tuple(m.name for m in modules)
+            return TensorRow(name, info.shape, dtype, "quantized", stored, "; ".join(self._rewrites(name)), rows)
         if modules and modules[0].name != module:
             return self._split_bias(name, info, dtype, modules)
         if is_derived(name):
@@ -155,18 +159,21 @@ class _Emitter:
             for linear in module.linears:
                 stored.append(f"{module.name}.{leaf}")
                 self.writer.add(stored[-1], value[linear.start : linear.stop].clone())
-        reason = self.changed[name][1] if name in self.changed else ""
-        return TensorRow(name, info.shape, dtype, "split", tuple(stored), reason)
+        changes = [self.changed[name][1]] if name in self.changed else []
+        return TensorRow(name, info.shape, dtype, "split", tuple(stored), "; ".join([*self._rewrites(name), *changes]))
 
     def _keep(self, name: str, info: TensorInfo, dtype: str, module: str) -> TensorRow:
         value = self._read(name)
-        reason = self.kept.get(module, "not a linear that is quantised")
+        reason = "; ".join([self.kept.get(module, "not a linear that is quantised"), *self._rewrites(name)])
         if name in self.changed:
             reason += f"; {self.changed[name][1]}"
         if value.dtype != info.dtype:
             reason += f"; cast to {str(self.plan.dtype).removeprefix('torch.')}"
         self.writer.add(name, value)
         return TensorRow(name, info.shape, dtype, "kept", (name,), reason)
+
+    def _rewrites(self, name: str) -> tuple[str, ...]:
+        return self.checkpoint.rewrites(name) if isinstance(self.checkpoint, Rewritten) else ()
 
     def _read(self, name: str) -> torch.Tensor:
         """A tensor as it is kept; the cast to the artifact's dtype must not make an infinity either."""
@@ -212,6 +219,17 @@ def _fallback_notes(ledger: Ledger) -> tuple[str, ...]:
         return ()
     named = ", ".join(fallen[:3]) + (" ..." if len(fallen) > 3 else "")
     return (f"{len(fallen)} of {len(linears)} linears rounded to nearest, which came to a smaller error: {named}",)
+
+
+def _links(results: Results, index: int) -> list[dict[str, Any]]:
+    return [{"writer": writer, **words} for writer, words in results.links(index).items()]
+
+
+def _link_notes(ledger: Ledger) -> tuple[str, ...]:
+    if not ledger.links:
+        return ()
+    taken = sum(link["accepted"] for link in ledger.links)
+    return (f"awq: channels of {taken} of {len(ledger.links)} links rescaled, where the measured error fell",)
 
 
 def _config(plan: TargetPlan, checkpoint: Checkpoint, layout: Layout) -> dict[str, Any]:

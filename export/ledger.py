@@ -61,7 +61,8 @@ class TensorRow:
 
 @dataclass
 class Ledger:
-    """The whole record. ``files`` are the artifact's own, so later changes to its bytes are seen."""
+    """The whole record. ``files`` are the artifact's own, so later changes to its bytes are seen; ``links`` say of each
+    link that the method `awq` looked at what it found (`calibrate.results.QuantizedLayer.links`)."""
 
     source: dict[str, Any]
     target: dict[str, Any]
@@ -75,6 +76,7 @@ class Ledger:
     versions: dict[str, str] = field(default_factory=lambda: versions())
     files: dict[str, str] = field(default_factory=dict)
     validation: dict[str, Any] | None = None
+    links: list[dict[str, Any]] = field(default_factory=list)
     schema: int = SCHEMA
 
     def write(self, folder: Path) -> None:

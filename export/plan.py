@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 import torch
 
+from calibrate.composition import METHODS, rewrites_of
 from calibrate.grid import Grid, ZeroKind
 from calibrate.quantize import Recipe
+from calibrate.rewrite import Rewritten
+from calibrate.rewrites import rewritten
 from export.layout import LayoutOptions, resolve_group_size
 from export.layouts import layout_of
 from models.checkpoint import Checkpoint
 from models.errors import BadInput
 from models.family import Family, Linear
+from models.opened import OpenedModel
 from models.skeleton import is_derived
 
 # Tried from the largest down by the `largest-fitting` policy.
 GROUP_SIZES = (256, 128, 64, 32)
+# Formats whose engine rounds a linear's inputs to int8, each token by its largest (formats of vLLM's W4A8 kernel).
+INT8_INPUTS = ("gptq",)
+# What the rewrites do, for the ledger.
+REWRITES: Mapping[str, str] = {
+    "fold": "the norms' weights went into the linears that read them and are ones",
+    "rotate": (
+        "the norms' weights went into the linears that read them and are ones; the residual stream and the value heads"
+        " are rotated, the embedding with them"
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -36,6 +50,7 @@ class TargetSpec:
         skip: patterns of linears (fnmatch over full split names, or names inside a layer) that stay unquantised.
         fused: whether fused projections are written fused; None is as the family's engines want them.
         isa: of tinygemm's bytes.
+        quality: the name that the user gave for the methods, where he gave one.
     """
 
     name: str
@@ -48,6 +63,7 @@ class TargetSpec:
     skip: tuple[str, ...] = ()
     fused: bool | None = None
     isa: str = ""
+    quality: str = ""
 
 
 @dataclass(frozen=True)
@@ -95,6 +111,15 @@ class TargetPlan:
     dtype: torch.dtype
 
     @property
+    def rewrites(self) -> list[str]:
+        """The methods that change the model's weights before anything is quantised."""
+        return rewrites_of(self.spec.method)
+
+    def rewritten(self, model: OpenedModel) -> OpenedModel:
+        """The model in the weights that are quantised; what is kept is kept as it is there."""
+        return rewritten(model, self.spec.method, self.dtype, values=True)
+
+    @property
     def linears(self) -> list[Linear]:
         return [linear for module in self.quantized for linear in module.linears]
 
@@ -105,7 +130,7 @@ class TargetPlan:
     @property
     def recipe(self) -> Recipe:
         grids = tuple((linear.name, self.grid(linear.columns)) for linear in self.linears)
-        return Recipe(grids, self.spec.method, self.dtype)
+        return Recipe(grids, self.spec.method, self.dtype, int8_inputs=self.spec.format in INT8_INPUTS)
 
     @property
     def uses_text(self) -> bool:
@@ -144,11 +169,18 @@ def make_plan(
 ) -> TargetPlan:
     """Resolves a target against a checkpoint's headers.
 
+    Args:
+        checkpoint: the source, or the view of it that the method's rewrites give.
+
     Raises:
-        BadInput: with every linear that the layout or its engines would refuse, and every skip pattern that matches
-            nothing.
+        BadInput: with every linear that the layout or its engines would refuse, every skip pattern that matches
+            nothing, and methods that the family's data does not allow.
     """
-    problems: list[str] = []
+    problems = [
+        f"method: {name}: the data of a {family.model_types[0]} family names no links between norms and linears"
+        for name in spec.method
+        if METHODS[name].links and family.links is None
+    ]
     tied = f"{family.head}.weight" not in checkpoint.tensors
     chosen, kept = _choose(spec, family, linears, tied, problems)
     group_size, notes = _group_size(spec, chosen, problems)
@@ -162,6 +194,7 @@ def make_plan(
         problems.append("no linear is left to quantise")
     problems += _shard_problems(family, linears, {linear.name for linear in chosen})
     names = _module_names(family, chosen) if family.engine_splits and fused else ()
+    notes += _rewrite_notes(spec, checkpoint, family)
     options = LayoutOptions(
         group_size=group_size,
         zero=spec.zero,
@@ -223,6 +256,19 @@ def _group_size(spec: TargetSpec, chosen: list[Linear], problems: list[str]) -> 
             return size, (note,)
     problems.append(f"no group size of {GROUP_SIZES} divides the in features of every linear")
     return spec.group_size, ()
+
+
+def _rewrite_notes(spec: TargetSpec, checkpoint: Checkpoint, family: Family) -> tuple[str, ...]:
+    rewrites = rewrites_of(spec.method)
+    if not rewrites:
+        return ()
+    head = f"{family.head}.weight"
+    notes = [f"{rewrites[0]}: {REWRITES[rewrites[0]]}"]
+    if isinstance(checkpoint, Rewritten) and checkpoint.copied(head):
+        size = checkpoint.tensors[head].nbytes
+        more = "" if spec.quantize_head else f": {size:,} bytes more, which bits_per_weight does not count"
+        notes.append(f"the head, which shares the embedding's tensor in the source, has a tensor of its own{more}")
+    return tuple(notes)
 
 
 def _fused(spec: TargetSpec, family: Family, problems: list[str]) -> bool:

@@ -8,27 +8,16 @@ import torch
 from calibrate.grid import PHONE_BITS, Grid, Quantized, concatenate
 from calibrate.quantize import Recipe
 from calibrate.results import QuantizedLayer, Results
-from calibrate.rewrite import fold_norms, rotate_residual
-from calibrate.rotation import random_hadamard
+from calibrate.rewrites import rewritten as rewritten_in
 from export.phone.int8 import pack
 from export.phone.options import REWRITES
 from models.family import Linear
 from models.opened import OpenedModel
 
-# Of the rotation of the residual stream.
-SEED = 0
-
 
 def rewritten(model: OpenedModel, method: tuple[str, ...]) -> OpenedModel:
-    """The model in the weights that the graphs hold: ``fold`` folds the norms into the linears, ``rotate`` rotates the
-    residual stream as well, which spreads a massive channel over all of them.
-
-    Raises:
-        BadInput: for a family that cannot be rewritten.
-    """
-    if "rotate" in method:
-        return rotate_residual(model, random_hadamard(model.dimensions.hidden, SEED), torch.float32)
-    return fold_norms(model, torch.float32) if "fold" in method else model
+    """The model in the weights that the graphs hold, see `calibrate.rewrites`."""
+    return rewritten_in(model, method, torch.float32)
 
 
 def phone_linears(model: OpenedModel) -> list[Linear]:

@@ -28,6 +28,9 @@ def test_every_method_that_works_on_a_linear_has_its_function() -> None:
         (["after"], "nothing chooses the codes: name one of rtn, search, gptq"),
         (["rtn", "after", "before"], "methods work in one order: write [before, rtn, after]"),
         (["rtn", "after", "after"], "after stands there twice"),
+        (["rotate", "awq", "gptq", "refine", "tune"], ""),
+        (["awq", "rotate", "gptq"], "methods work in one order: write [rotate, awq, gptq]"),
+        (["fold", "rotate", "gptq"], "fold and rotate each fold the norms: name one of them"),
     ],
 )
 def test_a_list_that_does_not_compose_is_told_how_it_would(

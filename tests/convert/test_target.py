@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from calibrate.composition import composition_problems
 from convert.config import load
-from convert.target import Target
+from convert.target import QUALITY, Target
 from export.phone.options import PhoneOptions
 from models.errors import BadInput
 
@@ -117,7 +118,13 @@ def test_resolve_refuses_values_that_do_not_suit_the_format(tmp_path: Path) -> N
         ({"format": "gptq", "device": "device.json"}, "device", "only for format auto"),
         ({"format": "auto", "device": "nowhere.json"}, "device", "no such file: nowhere.json"),
         ({"format": "gptq", "method": "serch"}, "method", "unknown method 'serch'; did you mean 'search'?"),
-        ({"format": "gptq", "method": ["zzz"]}, "method", "unknown method 'zzz'; known: rtn, search, gptq, refine"),
+        ({"format": "gptq", "method": ["zzz"]}, "method", "unknown method 'zzz'; known: fold, rotate, awq, rtn"),
+        ({"format": "gptq", "method": ["rotat", "gptq"]}, "method", "unknown method 'rotat'; did you mean 'rotate'?"),
+        ({"format": "gptq", "method": ["gptq", "awq"]}, "method", "methods work in one order: write [awq, gptq]"),
+        ({"format": "gptq", "method": ["rotate", "awq"]}, "method", "nothing chooses the codes: name one of rtn"),
+        ({"format": "gptq", "method": ["fold", "rotate", "rtn"]}, "method", "fold and rotate each fold the norms"),
+        ({"format": "gptq", "quality": "fats"}, "quality", "did you mean 'fast'?"),
+        ({"format": "phone", "quality": "fast"}, "quality", "only for format gptq or awq or tinygemm or auto"),
         ({"format": "gptq", "method": ["rtn", "search"]}, "method", "rtn and search each choose the codes"),
         ({"format": "gptq", "method": "refine"}, "method", "nothing chooses the codes: name one of rtn, search, gptq"),
         ({"format": "gptq", "method": ["refine", "gptq"]}, "method", "methods work in one order: write [gptq, refine]"),
@@ -173,6 +180,21 @@ def test_a_target_name_used_twice_is_refused_beside_other_problems(
     found = problems(tmp_path, *targets)
     assert len(found) == 3
     assert any("targets[1].name" in problem and "is used twice, first by targets[0]" in problem for problem in found)
+
+
+def test_a_quality_is_a_list_of_methods_for_every_format(tmp_path: Path) -> None:
+    for quality, methods in QUALITY.items():
+        for format in ("gptq", "awq", "tinygemm"):
+            named = Target.model_validate({"format": format, "quality": quality}, context=tmp_path)
+            auto = Target.model_validate({"format": "auto", "quality": quality}, context=tmp_path)
+            resolved = auto.resolve(format)
+            assert named.method == resolved.method == list(methods) and resolved.quality == quality
+        assert composition_problems(methods) == []
+
+
+def test_a_quality_beside_a_method_is_refused(tmp_path: Path) -> None:
+    (problem,) = problems(tmp_path, {"format": "gptq", "quality": "balanced", "method": "rtn"})
+    assert "targets[0].method: `quality: balanced` stands for [gptq, refine] already" in problem
 
 
 def test_one_method_may_stand_without_a_list(tmp_path: Path) -> None:
