@@ -169,9 +169,10 @@ class Pipeline(Section):
                 "method tune trains on some calibration windows and judges by others: it needs a `calibration`"
                 f" section with at least {TRAINING_WINDOWS} samples"
             )
-        measuring = [name for target in targets for name in measures(target.code_methods)]
+        measuring = [f"method {name}" for target in targets for name in measures(target.code_methods)]
+        measuring += ["bits_per_weight" for target in targets if target.bits_per_weight is not None]
         if measuring and calibration is None:
-            raise broken_rule(f"method {measuring[0]} keeps what measures better: it needs a `calibration` section")
+            raise broken_rule(f"{measuring[0]} keeps what measures better: it needs a `calibration` section")
         return targets
 
     @field_validator("work")

@@ -10,6 +10,7 @@ import psutil
 
 from convert.prepare import Prepared
 from export.opened import AnyPlan
+from export.phone.plan import PhonePlan
 from models.errors import EnvironmentProblem
 
 # Python with torch and transformers holds 350 MB once imported; as much again for tokenizer, text and temporaries.
@@ -128,6 +129,10 @@ def _target(prepared: Prepared, plan: AnyPlan) -> TargetEstimate:
     groups = _groups(plan)
     kept = plan.kept_bytes(plan.rewritten(prepared.model).checkpoint)
     work = plan.weights + 4 * groups
+    if not isinstance(plan, PhonePlan) and plan.spec.budget is not None:
+        # At most, and the layers that sensitivity is measured on.
+        kept += int((plan.spec.budget - plan.bits_per_weight) * plan.weights / 8)
+        work *= 2
     if plan.recipe.trains:
         # The layers once more as they were tuned, and the state of an unfinished training.
         work = 2 * work + STATE_BYTES * groups

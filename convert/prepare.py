@@ -23,6 +23,7 @@ from calibrate.text import (
     tokenise,
     with_leading,
 )
+from convert.budget import check_budget
 from convert.config import Dataset, Pipeline, Validation, dataset_arguments
 from convert.device import probe, read_device, recommend
 from convert.engines import find_engines
@@ -234,7 +235,9 @@ def _plan(target: Target, pipeline: Pipeline, model: OpenedModel, dtype: torch.d
         spec = to_spec(target)
         # Of a family without links make_plan says so, of all methods at once.
         view = model if model.family.links is None else _rewritten(spec, model, dtype)
-        return make_plan(spec, view.checkpoint, model.family, model.linears, dtype)
+        plan = make_plan(spec, view.checkpoint, model.family, model.linears, dtype)
+        check_budget(plan, view)
+        return plan
     problems = phone_problems(target, pipeline)
     try:
         plan = make_phone_plan(PhoneSpec(target.name, tuple(target.method), target.phone_options), model)
@@ -291,6 +294,7 @@ def to_spec(target: Target) -> TargetSpec:
         zero=target.zero,
         method=tuple(target.method),
         quality=target.quality or "",
+        budget=target.bits_per_weight,
         quantize_head=target.lm_head == "quantize",
         fit_group_size=target.group_size_policy == "largest-fitting",
         skip=tuple(target.skip),

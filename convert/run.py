@@ -17,6 +17,7 @@ from calibrate.tune import tune
 from convert.config import Pipeline
 from convert.estimate import check_room, estimate
 from convert.judge import Job, check_named_run, judge, read_past, subject_of
+from convert.precision import with_precision
 from convert.prepare import Prepared, prepare
 from convert.store import LOCK, Store, locked
 from convert.terminal import Reporter
@@ -25,6 +26,7 @@ from export.ledger import Ledger
 from export.opened import AnyArtifact, AnyPlan, open_artifact
 from export.phone.plan import PhonePlan
 from export.phone.write import write as write_phone
+from export.plan import TargetPlan
 from models.errors import BadInput
 from models.files import recover_folder, replace_file, to_json
 from validate.engines.workers.phone_host import PartDriver
@@ -149,17 +151,23 @@ def _build(job: Job, plan: AnyPlan, calibration: Windows | None) -> AnyArtifact:
         show.say(f"{name}: up to date")
         return present
     model = prepared.model
-    results = Results(store.stage("calibrate", content))
     ids = None if windows is None else windows.ids
+    bits: tuple[str, ...] = ()
+    precision: list[dict[str, Any]] = []
 
     def progress(what: str, done: int, total: int) -> None:
         show(f"{name}: {what}", done, total)
 
+    if isinstance(plan, TargetPlan) and plan.spec.budget is not None and ids is not None:
+        chosen = with_precision(job, plan, content, ids, progress)
+        plan, bits, precision = chosen.plan, (chosen.note,), chosen.table
+        content = calibration_key(job, plan, windows)
+    results = Results(store.stage("calibrate", content))
     # What is quantised may be the same function in other weights.
     weights = plan.rewritten(model).checkpoint
     linears = plan.linears if isinstance(plan, PhonePlan) else model.linears
     quantize(weights, linears, plan.recipe, ids, results, progress)
-    notes = _notes(prepared, plan)
+    notes = (*_notes(prepared, plan), *bits)
     if plan.recipe.trains and ids is not None:
         tuned = tune(model.checkpoint, weights, linears, plan.recipe.dtype, ids, results, progress)
         results, notes = tuned.results, (*notes, tuned.note)
@@ -173,6 +181,7 @@ def _build(job: Job, plan: AnyPlan, calibration: Windows | None) -> AnyArtifact:
         dtype=pipeline.model.dtype,
         calibration=_calibration_record(pipeline, folder, windows),
         device=prepared.device,
+        precision=precision,
     )
     if isinstance(plan, PhonePlan):
         observed = store.stage("observe", {"calibrate": content, "options": dataclasses.asdict(plan.options)})
@@ -209,6 +218,8 @@ def export_key(job: Job, plan: AnyPlan, calibration: Windows | None) -> str:
     }
     if not isinstance(plan, PhonePlan):
         content |= {"fused": plan.spec.fused, "shard_bytes": job.prepared.pipeline.output.shard_bytes}
+        if plan.spec.budget is not None:
+            content |= {"budget": plan.spec.budget}
     return job.store.key("export", content)
 
 

@@ -16,7 +16,15 @@ from models.errors import BadInput
 from models.files import replace_file, to_json
 
 # Raised when a stage's code changes what it computes, so that older results are not taken for its own.
-STAGE_VERSIONS = {"calibrate": 3, "observe": 1, "reference": 1, "export": 2, "measure": 4, "position": 1}
+STAGE_VERSIONS = {
+    "calibrate": 3,
+    "sensitivity": 1,
+    "observe": 1,
+    "reference": 1,
+    "export": 2,
+    "measure": 4,
+    "position": 1,
+}
 
 
 # The file that a run holds in each of its folders.

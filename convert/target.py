@@ -75,6 +75,8 @@ class Target(PhoneKeys):
         symmetric, zero: the grid; `zero` is `none` exactly when symmetric.
         quality: a list of methods by what it costs and leaves, instead of `method`.
         method: how codes and scales are chosen, in the order of `calibrate.composition`.
+        bits_per_weight: a budget on the mean over the linears, above the grid's own, that linears which stay
+            unquantised are chosen under; None quantises all of them.
         lm_head: whether the head is quantised.
         skip: patterns (fnmatch) of linears that stay as they are.
         qkv: how fused projections are written; None is as the family's engines want it.
@@ -91,6 +93,7 @@ class Target(PhoneKeys):
     method: Annotated[list[str], Field(min_length=1), BeforeValidator(list_of_one)] = Field(
         default_factory=lambda data: list(QUALITY[data["quality"]]) if data.get("quality") else ["search"]
     )
+    bits_per_weight: Annotated[float, Field(gt=4, lt=16)] | None = None
     lm_head: HeadPolicy = Field(default_factory=lambda data: _rules(data["format"]).lm_head)
     skip: list[Text] = []
     qkv: Literal["split", "fused"] | None = None

@@ -62,7 +62,8 @@ class TensorRow:
 @dataclass
 class Ledger:
     """The whole record. ``files`` are the artifact's own, so later changes to its bytes are seen; ``links`` say of each
-    link that the method `awq` looked at what it found (`calibrate.results.QuantizedLayer.links`)."""
+    link that the method `awq` looked at what it found (`calibrate.results.QuantizedLayer.links`), and ``precision`` of
+    each linear what a budget of bits was spent by (`validate.precision.Row`)."""
 
     source: dict[str, Any]
     target: dict[str, Any]
@@ -77,6 +78,7 @@ class Ledger:
     files: dict[str, str] = field(default_factory=dict)
     validation: dict[str, Any] | None = None
     links: list[dict[str, Any]] = field(default_factory=list)
+    precision: list[dict[str, Any]] = field(default_factory=list)
     schema: int = SCHEMA
 
     def write(self, folder: Path) -> None:

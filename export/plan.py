@@ -25,6 +25,7 @@ from models.skeleton import is_derived
 GROUP_SIZES = (256, 128, 64, 32)
 # Formats whose engine rounds a linear's inputs to int8, each token by its largest (formats of vLLM's W4A8 kernel).
 INT8_INPUTS = ("gptq",)
+BUDGET = "linears whose rounding costs most stay unquantised, as measured on the calibration text"
 # What the rewrites do, for the ledger.
 REWRITES: Mapping[str, str] = {
     "fold": "the norms' weights went into the linears that read them and are ones",
@@ -51,6 +52,8 @@ class TargetSpec:
         fused: whether fused projections are written fused; None is as the family's engines want them.
         isa: of tinygemm's bytes.
         quality: the name that the user gave for the methods, where he gave one.
+        budget: bits per weight, on the mean over all linears that may be quantised, that linears which stay
+            unquantised may take it to; None quantises all of them.
     """
 
     name: str
@@ -64,6 +67,7 @@ class TargetSpec:
     fused: bool | None = None
     isa: str = ""
     quality: str = ""
+    budget: float | None = None
 
 
 @dataclass(frozen=True)
@@ -135,7 +139,7 @@ class TargetPlan:
     @property
     def uses_text(self) -> bool:
         """Whether a calibration text changes what is written."""
-        return self.recipe.uses_text
+        return self.recipe.uses_text or self.spec.budget is not None
 
     @property
     def weights(self) -> int:
@@ -153,7 +157,7 @@ class TargetPlan:
         return sum(layout.stored_bits(m.rows, m.columns, self.options.group_size) for m in self.quantized) // 8
 
     def kept_bytes(self, checkpoint: Checkpoint) -> int:
-        """Exact bytes of all tensors that are written unquantised."""
+        """Bytes of all tensors that are written unquantised: exact, without what a budget will keep."""
         replaced = {f"{module.source}.weight" for module in self.quantized if module.linears[0].layer is not None}
         if not self.tied:
             replaced |= {f"{m.source}.weight" for m in self.quantized}
@@ -195,6 +199,8 @@ def make_plan(
     problems += _shard_problems(family, linears, {linear.name for linear in chosen})
     names = _module_names(family, chosen) if family.engine_splits and fused else ()
     notes += _rewrite_notes(spec, checkpoint, family)
+    if spec.budget is not None:
+        notes += (f"bits_per_weight: at most {spec.budget:g}: {BUDGET}",)
     options = LayoutOptions(
         group_size=group_size,
         zero=spec.zero,
