@@ -235,9 +235,9 @@ def _plan(target: Target, pipeline: Pipeline, model: OpenedModel, dtype: torch.d
         spec = to_spec(target)
         # Of a family without links make_plan says so, of all methods at once.
         view = model if model.family.links is None else _rewritten(spec, model, dtype)
-        plan = make_plan(spec, view.checkpoint, model.family, model.linears, dtype)
-        check_budget(plan, view)
-        return plan
+        serving = make_plan(spec, view.checkpoint, model.family, model.linears, dtype)
+        check_budget(serving, view)
+        return serving
     problems = phone_problems(target, pipeline)
     try:
         plan = make_phone_plan(PhoneSpec(target.name, tuple(target.method), target.phone_options), model)
