@@ -97,7 +97,7 @@ class Moments:
             # The difference in the inputs' own dtype: its rounding is far below theirs.
             self.drift = _sum(self.drift, cross(reference.reshape(x.shape) - x, x))
         if self.keeps:
-            self.kept.append(x[:: max(1, len(x) // self.keeps)].float())
+            self.kept.append(x[:: max(1, len(x) // self.keeps)].to(torch.float32, copy=True))
         self.tokens += x.shape[0]
 
     def second_moments(self) -> torch.Tensor:
