@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from calibrate import links as module
 from calibrate import quantize as quantizing
 from calibrate.awq import Smoothing
+from calibrate.coded import Coded
 from calibrate.grid import Grid
 from calibrate.links import Link, Smoother, divided_norm, divided_rows, link_of
 from calibrate.quantize import Recipe, groups, quantize
@@ -20,11 +22,15 @@ from calibrate.results import QuantizedLayer, Results
 from calibrate.rewrite import scale_channels
 from calibrate.search import round_to_nearest
 from calibrate.statistics import Inputs
+from calibrate.tune import Training, tune
 from models.checkpoint import Folder
 from models.opened import OpenedModel, open_model
+from models.skeleton import load_model
 from tests.helpers import tiny_checkpoint, tokens
 
 WINDOWS = tokens(4, 24)
+# Of the logarithms of random factors: enough to make another model where one of them is missing.
+SPREAD = 0.5
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "qwen2": ("qwen2", {}),
@@ -54,7 +60,8 @@ def random_factors(*arguments: Any) -> Smoothing:
     """Stands in for the search: every link is taken, with factors of its own."""
     channel_of = arguments[4]
     generator = torch.Generator().manual_seed(len(channel_of))
-    return Smoothing(torch.exp(torch.randn(int(channel_of.max()) + 1, generator=generator)), 0.5, True, 1.0, 0.5)
+    noise = torch.randn(int(channel_of.max()) + 1, generator=generator)
+    return Smoothing(torch.exp(SPREAD * noise), 0.5, True, 1.0, 0.5)
 
 
 @pytest.fixture
@@ -126,6 +133,27 @@ def test_a_writer_that_is_not_quantised_is_divided_too(tmp_path: Path) -> None:
     # Multiplied behind the norm, then divided before `down_proj`: rounded to bf16 each time.
     assert float((found.tensors[f"{name}.weight"] - expected).norm() / expected.norm()) < 5e-3
     assert "divided" in found.reasons[f"{name}.weight"]
+
+
+@pytest.mark.usefixtures("any_factors")
+def test_tuning_starts_from_what_awq_left(tmp_path: Path) -> None:
+    """Also from unquantised linears that read a divided norm; factors and links are carried on."""
+    model = opened(tmp_path / "model", "spark2_5")
+    results = run(model, recipe(model, "awq", "rtn"), tmp_path / "results")
+    coded = Coded(model.checkpoint, model.linears, model.dimensions.layers, results, torch.bfloat16)
+    held_out = WINDOWS[-1:]
+    with torch.no_grad():
+        expected, found = (
+            torch.log_softmax(load_model(checkpoint, torch.bfloat16)(held_out, use_cache=False).logits.float(), -1)
+            for checkpoint in (model.checkpoint, coded)
+        )
+    loss = float((expected.exp() * (expected - found)).sum(-1).mean())
+    training = Training(tokens=24, every=4, rounds=1)
+    tuned = tune(model.checkpoint, model.checkpoint, model.linears, torch.bfloat16, WINDOWS, results, training=training)
+    assert float(re.findall(r"[0-9]+\.[0-9]+", tuned.note)[0]) == pytest.approx(loss, rel=0.05)
+    layer = tuned.results.load(1)
+    assert layer.factors.keys() == results.load(1).factors.keys() and len(layer.links) == 4
+    assert "model.layers.1.self_attn.g_proj.weight" in layer.tensors
 
 
 def test_a_link_is_taken_only_where_the_measured_error_falls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
