@@ -93,6 +93,9 @@ def _interpreter(engine: str, settings: Engine | None, base: Path | None) -> Pat
         return Path(sys.executable)
     if BUILT.is_file():
         return BUILT.absolute()
+    if engine == "qnn":
+        # An extra of this project.
+        return Path(sys.executable)
     raise EnvironmentProblem(
         f"engine {engine}: no environment for it: {ENGINES[engine].install}; then name its interpreter with"
         f" --engine-python, or in the pipeline: `engines: {{{engine}: {{python: PATH}}}}`"

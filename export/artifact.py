@@ -295,12 +295,7 @@ class Artifact:
 
     def check(self) -> None:
         """Raises BadInput listing every file, tensor and value that is not as the ledger and the layout say."""
-        problems = []
-        for file, digest in self.ledger.files.items():
-            if not (self.folder / file).is_file():
-                problems.append(f"{file}: named in the ledger, but there is no such file")
-            elif sha256(self.folder / file) != digest:
-                problems.append(f"{file}: its bytes are not those that were written (SHA-256 differs from the ledger)")
+        problems = self.ledger.file_problems(self.folder)
         stored = {f"{module}.{suffix}" for module in self.modules for suffix in self.layout.SUFFIXES}
         for row in self.ledger.tensors:
             stored |= set(row.stored_as)

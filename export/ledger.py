@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from models.errors import BadInput
-from models.files import replace_file, to_json
+from models.files import replace_file, sha256, to_json
 
 FILE = "conversion.json"
 SCHEMA = 1
@@ -100,6 +100,16 @@ class Ledger:
             return Ledger(**data)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise BadInput(f"{path}: not a readable ledger: {error!r}") from error
+
+    def file_problems(self, folder: Path) -> list[str]:
+        """Files of an artifact that are not there, or not as they were written."""
+        problems = []
+        for file, digest in self.files.items():
+            if not (folder / file).is_file():
+                problems.append(f"{file}: named in the ledger, but there is no such file")
+            elif sha256(folder / file) != digest:
+                problems.append(f"{file}: its bytes are not those that were written (SHA-256 differs from the ledger)")
+        return problems
 
 
 def _tensor_row(row: Mapping[str, Any]) -> TensorRow:

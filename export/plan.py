@@ -15,6 +15,7 @@ from calibrate.rewrite import Rewritten
 from calibrate.rewrites import rewritten
 from export.layout import LayoutOptions, resolve_group_size
 from export.layouts import layout_of
+from export.sizes import bits_per_weight, weights_of
 from models.checkpoint import Checkpoint
 from models.errors import BadInput
 from models.family import Family, Linear
@@ -143,13 +144,12 @@ class TargetPlan:
 
     @property
     def weights(self) -> int:
-        return sum(linear.weights for linear in self.linears)
+        return weights_of(self.linears)
 
     @property
     def bits_per_weight(self) -> float:
         """Of the grids (codes, scales, zeros), over the quantised linears."""
-        bits = sum(self.grid(linear.columns).bits_per_weight * linear.weights for linear in self.linears)
-        return bits / max(1, self.weights)
+        return bits_per_weight(self.linears, self.grid)
 
     def quantized_bytes(self) -> int:
         """Exact bytes of the quantised modules' tensors in this layout."""

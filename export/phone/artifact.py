@@ -19,7 +19,6 @@ from export.phone.options import OPSET
 from export.phone.quantized import is_quantized, quantized_problems
 from models.checkpoint import TensorInfo
 from models.errors import BadInput
-from models.files import sha256
 
 FORMAT = "phone"
 # Bits of a weight's code, and of the scale that a row shares.
@@ -103,12 +102,7 @@ class PhoneArtifact:
 
     def check(self) -> None:
         """Raises BadInput listing every file that is not as it was written, and every rule that a graph breaks."""
-        problems = []
-        for file, digest in self.ledger.files.items():
-            if not (self.folder / file).is_file():
-                problems.append(f"{file}: named in the ledger, but there is no such file")
-            elif sha256(self.folder / file) != digest:
-                problems.append(f"{file}: its bytes are not those that were written (SHA-256 differs from the ledger)")
+        problems = self.ledger.file_problems(self.folder)
         if not problems:
             problems = self._graph_problems()
         if problems:
@@ -122,10 +116,5 @@ class PhoneArtifact:
                 problems += graph_problems(graph, part.graph(kind), OPSET, part.norms)
             problems += pair_problems(graphs["prefill"], graphs["decode"], part.data)
             if any(is_quantized(graph) for graph in graphs.values()):
-                problems += quantized_problems(graphs, part, self._activations())
+                problems += quantized_problems(graphs, part, self.manifest.activations)
         return problems
-
-    def _activations(self) -> str:
-        """The dtype of activations: that of the codes which the graphs take and give."""
-        ports = [port for part in self.manifest.parts for port in (*part.decode.inputs, *part.decode.outputs)]
-        return next((port.dtype for port in ports if port.scale is not None), "uint16")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 FILE = "manifest.json"
-VERSION = 1
+VERSION = 2
 # Added to the scores of positions that a token does not see. The dtype's minimum as a quantised tensor's range cost
 # 28 dB, -1e4 cost 5; softmax makes exp(-100) of this one.
 MASK = -100.0
@@ -110,6 +110,8 @@ class Manifest:
         context: positions that full layers hold: no text is longer.
         prefill: tokens of the prefill graph; a shorter chunk is padded at its end, and the new entries of the padding
             are not kept.
+        activations: dtype of activations; float32 where the graphs are not quantised. Caches, which are sides of
+            products, hold signed codes of the same width.
         mask_value: what the masks [1, 1, tokens, slots + tokens] hold where a token does not see an entry, else 0; the
             past slots come first.
         layers: type of every decoder layer.
@@ -120,6 +122,7 @@ class Manifest:
     vocabulary: int
     context: int
     prefill: int
+    activations: str
     mask_value: float
     kv_heads: int
     head_dim: int

@@ -10,6 +10,7 @@ from export.phone.options import I_KNOW, REWRITES, PhoneOptions
 from export.phone.ports import spans
 from export.phone.structure import structure_of
 from export.phone.weights import int8_grid, phone_linears, phone_recipe, rewritten
+from export.sizes import bits_per_weight, weights_of
 from models.checkpoint import Checkpoint
 from models.errors import BadInput
 from models.family import Linear
@@ -78,13 +79,12 @@ class PhonePlan:
 
     @property
     def weights(self) -> int:
-        return sum(linear.weights for linear in self.linears)
+        return weights_of(self.linears)
 
     @property
     def bits_per_weight(self) -> float:
         """Of codes and scales, over the linears."""
-        bits = sum(self.grid(linear.columns).bits_per_weight * linear.weights for linear in self.linears)
-        return bits / max(1, self.weights)
+        return bits_per_weight(self.linears, self.grid)
 
     def quantized_bytes(self) -> int:
         """Of the linears' codes and scales."""

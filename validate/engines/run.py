@@ -90,8 +90,7 @@ ENGINES: Mapping[str, Engine] = {
     "qnn": Engine(
         formats=("phone",),
         distributions=("onnxruntime-qnn",),
-        install="`make engines` in the repository, or in an environment with torch and safetensors"
-        " `pip install onnxruntime-qnn==2.7.0`",
+        install='`pip install "edge-convert[qnn]"`, or `make engines` in the repository',
     ),
 }
 

@@ -11,12 +11,14 @@ from typing import Literal
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
 from onnx import numpy_helper
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+import export.phone.quantize
 from calibrate.quantize import quantize
 from calibrate.ranges import Ranges
 from calibrate.results import Results
@@ -28,7 +30,7 @@ from export.phone.files import load_graph
 from export.phone.manifest import GRAPHS, Manifest
 from export.phone.observe import Observations, text_steps
 from export.phone.options import PhoneOptions
-from export.phone.quantized import quantized_problems
+from export.phone.quantized import Counts, quantized_problems
 from export.phone.weights import phone_linears, phone_recipe, rewritten
 from export.phone.write import RANGES, write
 from models.checkpoint import Folder, Writer
@@ -258,6 +260,81 @@ def test_graphs_with_different_scales_are_seen(make: Callable[[str], Written]) -
     assert "in prefill" in problems(artifact, models) and "Softmax_0:0" in problems(artifact, models)
 
 
+def test_a_product_of_unsigned_activations_is_seen(make: Callable[[str], Written]) -> None:
+    """Qualcomm's HTP takes its right side in 8 bits: 41 dB of 84 are left."""
+    artifact = make("llama, tied").artifact
+    models = graphs(artifact)
+    name = next(t.name for t in models["decode"].graph.initializer if t.name.endswith("Softmax_0:0_convert_zero_point"))
+    for model in models.values():
+        initializer(model, name).CopyFrom(numpy_helper.from_array(np.array(7, dtype=np.int16), name))
+        cache = initializer(model, "past_value_0_zero_point")
+        cache.CopyFrom(numpy_helper.from_array(np.array(0, dtype=np.uint16), cache.name))
+    found = problems(artifact, models)
+    assert (
+        "MatMul_1: reads model.layers.0.self_attn/Softmax_0:0_convert_QuantizeLinear_Output as int16 around 7" in found
+    )
+    assert "reads past_value_0 as uint16 around 0: expected int16 around 0" in found
+
+
+def test_no_artifact_with_a_product_of_unsigned_activations_is_written(
+    make: Callable[[str], Written], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export.phone.quantize, "signed_overrides", lambda *_: {})
+    with pytest.raises(
+        RuntimeError, match=r"self_attn/MatMul_0: reads .* as uint16 around \d+: expected int16 around 0"
+    ):
+        written(make("llama, tied").model, tmp_path)
+    assert not (tmp_path / "phone").exists()
+
+
+def test_caches_and_the_sides_of_products_are_signed(make: Callable[[str], Written]) -> None:
+    artifact = make("spark2_5, hybrid").artifact
+    (part,) = artifact.manifest.parts
+    caches = [port for port in (*part.decode.inputs, *part.decode.outputs) if port.layer is not None]
+    assert len(caches) == 8 and {(port.dtype, port.zero_point) for port in caches} == {("int16", 0)}
+    # Values are cut from a fused projection, whose queries and keys span more: their grid is their own.
+    seen = json.loads((artifact.folder / RANGES).read_text())[part.data]
+    scale = next(port.scale for port in caches if port.name == "past_value_0")
+    own, fused = (max(map(abs, seen[name])) for name in ("past_value_0", "new_value_0"))
+    assert own < fused and scale == pytest.approx(own / 32767, rel=1e-4)
+
+
+def test_constants_of_codes_are_counted(make: Callable[[str], Written]) -> None:
+    """A weight that stays in float, or is there twice, is seen whatever reads it."""
+    artifact = make("llama, tied").artifact
+    models = graphs(artifact)
+    (part,) = artifact.manifest.parts
+    held = Counts(2 * 7 + 1, {"int8": 2 * 7 + 1, "uint16": 8})
+    assert quantized_problems(models, part, "uint16", held) == []
+    for model in models.values():
+        norm = initializer(model, "model.norm.weight_quantized")
+        norm.CopyFrom(numpy_helper.from_array(np.zeros(128, dtype=np.int8), norm.name))
+    found = "\n".join(quantized_problems(models, part, "uint16", replace(held, products=14)))
+    for message in (
+        "decode.onnx: expected 15 constants in int8 codes, found 16",
+        "prefill.onnx: expected 8 constants in uint16 codes, found 7",
+        "prefill.onnx: expected 14 products with int8 weights, found 15",
+    ):
+        assert message in found
+
+
+def test_default_optimisations_would_change_the_numbers(make: Callable[[str], Written]) -> None:
+    """ONNX Runtime merges dequantisers into other kernels; what a phone computes is the graph as it stands."""
+    folder = make("llama, tied").artifact.folder
+    ids = np.asarray(tokens(60, seed=9))
+
+    def opened(level: onnxruntime.GraphOptimizationLevel) -> Host:
+        options = onnxruntime.SessionOptions()
+        options.graph_optimization_level = level
+        options.log_severity_level = 3
+        return Host(folder, lambda path: onnxruntime.InferenceSession(path, options, ["CPUExecutionProvider"]))
+
+    levels = onnxruntime.GraphOptimizationLevel
+    found = Host(folder).score(ids, 20)
+    assert np.array_equal(found, opened(levels.ORT_DISABLE_ALL).score(ids, 20))
+    assert decibels(found, opened(levels.ORT_ENABLE_ALL).score(ids, 20)) < 60
+
+
 def test_an_activation_that_stayed_in_float_is_seen(make: Callable[[str], Written]) -> None:
     artifact = make("llama, tied").artifact
     models = graphs(artifact)
@@ -280,8 +357,10 @@ def test_all_scales_span_the_whole_range_that_was_seen(make: Callable[[str], Wri
         scales = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer if not t.external_data}
         for name, found in seen.by_name.items():
             if f"{name}_scale" in scales and "Sigmoid" not in name:
-                scale, zero = float(scales[f"{name}_scale"]), float(scales[f"{name}_zero_point"])
-                assert (65535 - zero) * scale >= found.high - scale and -zero * scale <= found.low + scale, name
+                scale, zero = float(scales[f"{name}_scale"]), int(scales[f"{name}_zero_point"])
+                limits = np.iinfo(scales[f"{name}_zero_point"].dtype)
+                low, high = (limits.min - zero) * scale, (limits.max - zero) * scale
+                assert high >= found.high - scale and low <= found.low + scale, name
                 checked += 1
     assert checked > 40
 

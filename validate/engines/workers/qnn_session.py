@@ -23,15 +23,13 @@ def open_session(job: dict[str, Any]) -> HostSession:
     Raises:
         ValueError: naming the operators that HTP does not run, or what the compiler said.
     """
-    if not _devices():
-        onnxruntime.register_execution_provider_library(LIBRARY, onnxruntime_qnn.get_library_path())
     folder = Path(job["artifact"])
     kernels: dict[str, str] = {}
     tables = _tables(folder)
 
-    def compiled(path: Path) -> onnxruntime.InferenceSession:
+    def opened(path: Path) -> onnxruntime.InferenceSession:
         try:
-            session = onnxruntime.InferenceSession(path, _options(strict=True))
+            session = compiled(path)
         except Exception as error:
             if path.name in tables:
                 kernels[path.stem] = "CPU: the embedding table"
@@ -41,7 +39,14 @@ def open_session(job: dict[str, Any]) -> HostSession:
         kernels[path.stem] = f"HTP v{ARCHITECTURE}, all {count} operators"
         return session
 
-    return HostSession(Host(folder, compiled), kernels, job["steps"])
+    return HostSession(Host(folder, opened), kernels, job["steps"])
+
+
+def compiled(path: Path) -> onnxruntime.InferenceSession:
+    """A graph on HTP, no operator left to the CPU. Raises onnxruntime's error when that is not possible."""
+    if not _devices():
+        onnxruntime.register_execution_provider_library(LIBRARY, onnxruntime_qnn.get_library_path())
+    return onnxruntime.InferenceSession(path, _options(strict=True))
 
 
 def _tables(folder: Path) -> set[str]:
