@@ -44,6 +44,7 @@ def graph_problems(model: onnx.ModelProto, graph: Graph, opset: int, norms: int)
     found = [
         *_size_problems(model),
         *_operator_problems(model, opset, norms),
+        *_name_problems(model),
         *_constant_problems(model),
         *_shape_problems(model, graph),
         *_metadata_problems(model),
@@ -85,6 +86,15 @@ def _operator_problems(model: onnx.ModelProto, opset: int, norms: int) -> Iterat
     found = counts["", "RMSNormalization"]
     if found != norms:
         yield f"expected {norms} RMSNormalization operators, found {found}: a decomposed norm breaks when quantised"
+
+
+def _name_problems(model: onnx.ModelProto) -> Iterator[str]:
+    graph = model.graph
+    names = [value.name for value in [*graph.input, *graph.initializer]]
+    names += [name for node in graph.node for name in node.output]
+    for name, count in Counter(names).items():
+        if count > 1:
+            yield f"{name}: defined {count} times"
 
 
 def _constant_problems(model: onnx.ModelProto) -> Iterator[str]:

@@ -40,10 +40,11 @@ def products(model: onnx.ModelProto) -> list[onnx.NodeProto]:
 def joined_caches(model: onnx.ModelProto) -> list[Joined]:
     """Every cache of a float graph."""
     inputs = {value.name for value in model.graph.input}
+    sides = {name for node in products(model) for name in node.input}
     return [
         Joined(node.input[0], node.input[1], node.output[0])
         for node in model.graph.node
-        if node.op_type == "Concat" and node.input[0] in inputs
+        if node.op_type == "Concat" and node.input[0] in inputs and node.output[0] in sides
     ]
 
 

@@ -23,7 +23,7 @@ from export.phone.products import joined_caches, signed_overrides
 from export.phone.table import TableGrid
 
 # Of ONNX Runtime's quantiser, so that all names in a graph follow one rule.
-QUANTIZED, SCALE, ZERO_POINT, DEQUANTIZED = "_quantized", "_scale", "_zero_point", "_DequantizeLinear_Output"
+QUANTIZED, SCALE, ZERO_POINT = "_quantized", "_scale", "_zero_point"
 # Ports that hold codes: what a phone keeps between steps and passes from part to part.
 CODED_ROLES = ("past_key", "past_value", "new_key", "new_value", "hidden")
 ACTIVATIONS = {"uint16": QuantType.QUInt16, "uint8": QuantType.QUInt8}
@@ -235,12 +235,14 @@ def _coded_output(model: onnx.ModelProto, port: Port, known: Mapping[str, Grid])
         return port
     codes = dequantizer.input[0]
     others = readers(model, port.name)
+    # The quantiser's rule for names; one that converts has a dequantiser of either grid.
+    real = f"{dequantizer.name}_Output"
     for node in model.graph.node:
         # What reads the new entries inside the graph still reads real numbers.
-        _rename(node.input, port.name, port.name + DEQUANTIZED)
+        _rename(node.input, port.name, real)
         _rename(node.input, codes, port.name)
         _rename(node.output, codes, port.name)
-    dequantizer.output[0] = port.name + DEQUANTIZED
+    dequantizer.output[0] = real
     if not others:
         model.graph.node.remove(dequantizer)
     return known[codes].on(port)

@@ -12,6 +12,7 @@ import torch
 
 from export.phone.artifact import PhoneArtifact
 from models.errors import BadInput
+from tests.benchmarks.phone_operators import decibels, product, simulated
 from tests.helpers import ROOT
 from tests.runs import invoke, write_yaml
 from validate.engines.run import Job, run_engine
@@ -66,6 +67,16 @@ def test_every_operator_compiles_and_the_simulator_keeps_what_the_cpu_keeps(
     assert ran["tokens"] == PREFILL + STEPS - 1
     assert ran["snr_db"] > ran["cpu_snr_db"] - 1 and ran["cpu_snr_db"] > 25
     assert ran["top1"] is None or ran["top1"] == 1
+
+
+def test_a_product_of_unsigned_activations_loses_8_bits_and_of_signed_ones_none(engines_python: Path) -> None:
+    """Why the sides of such products are signed in our graphs (`export.phone.products`)."""
+    kept = []
+    for left, right, converted in (("uint16", "uint16", False), ("uint16", "uint16", True), ("int16", "int16", False)):
+        model, feeds, exact = product(left, right, converted)
+        found = simulated(str(engines_python), model, feeds)["product"]
+        kept.append(decibels(exact - 32768.0, found - 32768.0))
+    assert kept[0] < 45 and min(kept[1:]) > 80
 
 
 def test_an_operator_that_would_fall_back_is_named(project: Path, engines_python: Path, tmp_path: Path) -> None:

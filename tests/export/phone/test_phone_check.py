@@ -69,6 +69,10 @@ def symbolic_inside(model: ModelProto) -> None:
     model.graph.value_info[5].type.tensor_type.shape.dim[0].dim_param = "batch"
 
 
+def twice(model: ModelProto) -> None:
+    model.graph.node[4].output[0] = model.graph.node[3].output[0]
+
+
 def unknown(model: ModelProto) -> None:
     del model.graph.value_info[5]
 
@@ -102,6 +106,7 @@ def long_ids(model: ModelProto) -> None:
         (infinite_mask, "mask: holds -inf"),
         (symbolic, "input_ids: has a symbolic dimension"),
         (symbolic_inside, "has a symbolic dimension"),
+        (twice, ": defined 2 times"),
         (unknown, "has no shape"),
         (empty, "has an empty dimension"),
         (stack_trace, "carries metadata of the machine"),
