@@ -68,7 +68,7 @@ def estimate(prepared: Prepared) -> Estimate:
     hidden = 2 * _hidden_bytes(prepared, validation=False) * streams
     work = sum(t.work_bytes for t in targets) + hidden + reference
     largest_layer, hidden_once = _largest_layer(prepared), _hidden_bytes(prepared, validation=False)
-    embedding = checkpoint.tensors[f"{prepared.model.family.embedding}.weight"].elements * prepared.dtype.itemsize
+    embedding = checkpoint.tensors[f"{prepared.model.family.embedding}.weight"].elements * _itemsize(prepared)
     shard = min(prepared.pipeline.output.shard_bytes, max((t.file_bytes for t in targets), default=0))
     calibration = largest_layer * 3 + embedding + max(1, streams) * hidden_once * 2
     if any(plan.recipe.compares for plan in prepared.plans):
@@ -79,7 +79,8 @@ def estimate(prepared: Prepared) -> Estimate:
         calibration += embedding * 3 + max(TRAINED_BYTES * _groups(plan) for plan in trained)
     model_bytes = sum(info.elements for info in checkpoint.tensors.values()) * prepared.dtype.itemsize
     validation = max(reference * 2 + largest_layer + embedding * 3, model_bytes) if prepared.pipeline.validation else 0
-    return Estimate(targets, BASE_MEMORY + max(calibration, shard * 2, validation), output, work)
+    phones = [plan.writing_bytes(hidden_once) for plan in prepared.plans if isinstance(plan, PhonePlan)]
+    return Estimate(targets, BASE_MEMORY + max(calibration, shard * 2, validation, *phones), output, work)
 
 
 def check_room(needs: Estimate, output: Path, work: Path) -> None:
@@ -129,7 +130,10 @@ def _target(prepared: Prepared, plan: AnyPlan) -> TargetEstimate:
     groups = _groups(plan)
     kept = plan.kept_bytes(plan.rewritten(prepared.model).checkpoint)
     work = plan.weights + 4 * groups
-    if not isinstance(plan, PhonePlan) and plan.spec.budget is not None:
+    if isinstance(plan, PhonePlan):
+        # One part's float graphs at a time, and the states between two parts.
+        work += plan.part_bytes + 2 * _hidden_bytes(prepared, validation=False)
+    elif plan.spec.budget is not None:
         # At most, and the layers that sensitivity is measured on.
         kept += int((plan.spec.budget - plan.bits_per_weight) * plan.weights / 8)
         work *= 2
@@ -168,11 +172,16 @@ def _read_bytes(prepared: Prepared) -> int:
     return _tokens(prepared, validation=False) * widest * prepared.dtype.itemsize
 
 
+def _itemsize(prepared: Prepared) -> int:
+    """Of the widest dtype that any target's calibration computes in."""
+    return max([prepared.dtype.itemsize, *(plan.recipe.dtype.itemsize for plan in prepared.plans)])
+
+
 def _largest_layer(prepared: Prepared) -> int:
     prefix = prepared.model.family.layers + "."
     layers: dict[str, int] = {}
     for name, info in prepared.model.checkpoint.tensors.items():
         if name.startswith(prefix):
             layer = name.removeprefix(prefix).partition(".")[0]
-            layers[layer] = layers.get(layer, 0) + info.elements * max(prepared.dtype.itemsize, info.dtype.itemsize)
+            layers[layer] = layers.get(layer, 0) + info.elements * max(_itemsize(prepared), info.dtype.itemsize)
     return max(layers.values(), default=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from calibrate.grid import Grid
@@ -18,6 +19,8 @@ from models.opened import OpenedModel
 from models.skeleton import is_derived
 
 FORMAT = "phone"
+# Of a table or a head in fp32 while it is read, rewritten and coded.
+TABLE_COPIES = 4
 TABLE_BYTES = {"int8": 1, "uint16": 2, "float": 4}
 
 
@@ -85,6 +88,29 @@ class PhonePlan:
     def bits_per_weight(self) -> float:
         """Of codes and scales, over the linears."""
         return bits_per_weight(self.linears, self.grid)
+
+    @property
+    def part_bytes(self) -> int:
+        """Of the largest part's weights in fp32, as the float graphs hold them that ranges are seen in."""
+        layers: Counter[int] = Counter()
+        for linear in self.linears:
+            if linear.layer is not None:
+                layers[linear.layer] += linear.weights
+        sizes = []
+        for span in spans(len(layers), self.options.parts):
+            # Table and head are of one shape.
+            ends = (span.embedding + span.head) * self.linears[-1].weights
+            sizes.append(ends + sum(layers[index] for index in range(span.start, span.stop)))
+        return 4 * max(sizes)
+
+    def writing_bytes(self, states: int) -> int:
+        """About what writing holds in memory: prefill and decode map a part's float weights each, beside what enters
+        and leaves it; a table is rewritten in fp32 and coded from there.
+
+        Args:
+            states: bytes of the calibration text's hidden states in fp32.
+        """
+        return max(2 * self.part_bytes + 2 * states, TABLE_COPIES * 4 * self.linears[-1].weights)
 
     def quantized_bytes(self) -> int:
         """Of the linears' codes and scales."""

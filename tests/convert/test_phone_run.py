@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import export.phone.structure
+from convert.config import load
+from convert.estimate import estimate
+from convert.prepare import prepare
 from export.opened import open_artifact
 from export.phone.artifact import PhoneArtifact
-from tests.runs import content, invoke, project, settings, times, write_yaml
+from export.phone.plan import PhonePlan
+from tests.runs import command, content, environment, invoke, project, settings, times, write_yaml
 
 PHONE = {"format": "phone", "context": 64, "prefill": 16, "method": ["rotate", "rtn"], "embedding": "float"}
 GPTQ = {"format": "gptq", "group_size": 32, "method": "rtn"}
@@ -59,6 +65,31 @@ def test_the_artifact_is_whole_and_accounts_for_every_tensor(finished: Path) -> 
     codes = [name for name, info in stored.items() if info.dtype == torch.int8]
     # Four fused or plain linears and the gate's, in two layers, and the head.
     assert len(codes) == 2 * 6 + 1
+
+
+def test_a_finished_run_took_no_more_disk_than_was_planned(finished: Path) -> None:
+    promised = estimate(prepare(load(finished / "pipeline.yaml")))
+    (planned,) = (target for target in promised.targets if target.plan.spec.format == "phone")
+    assert isinstance(planned.plan, PhonePlan)
+    stored = (finished / "output" / "phone" / "model.data").stat().st_size
+    # Scales stand in the graphs; beside the tensors a file has gaps up to the next page.
+    scales = 4 * sum(linear.rows for linear in planned.plan.linears)
+    assert stored == pytest.approx(planned.file_bytes - scales, rel=0.2)
+    work = sum(path.stat().st_size for path in (finished / "work").rglob("*") if path.is_file())
+    assert work < promised.work_bytes
+
+
+def test_a_run_holds_about_as_much_memory_as_was_planned(tmp_path: Path) -> None:
+    """A model whose layers weigh more than Python and its packages do."""
+    wide = {"num_hidden_layers": 2, "hidden_size": 512, "intermediate_size": 24576}
+    yaml = project(tmp_path, config=wide, targets=[{**PHONE, "method": "rtn"}], validation=None)
+    planned = estimate(prepare(load(yaml))).memory_bytes
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(command("run", yaml), env=environment(), stdout=log, stderr=log)
+    _, status, usage = os.wait4(process.pid, 0)
+    assert status == 0, (tmp_path / "log").read_text()
+    # Linux counts in kibibytes.
+    assert 0.6 * planned < usage.ru_maxrss * 1024 < 1.1 * planned
 
 
 def test_a_second_run_touches_nothing(finished: Path) -> None:

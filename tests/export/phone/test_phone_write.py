@@ -264,7 +264,7 @@ def test_a_product_of_unsigned_activations_is_seen(make: Callable[[str], Written
     """Qualcomm's HTP takes its right side in 8 bits: 41 dB of 84 are left."""
     artifact = make("llama, tied").artifact
     models = graphs(artifact)
-    name = next(t.name for t in models["decode"].graph.initializer if t.name.endswith("Softmax_0:0_convert_zero_point"))
+    name = next(t.name for t in models["decode"].graph.initializer if t.name.endswith("Softmax_0:0_zero_point_convert"))
     for model in models.values():
         initializer(model, name).CopyFrom(numpy_helper.from_array(np.array(7, dtype=np.int16), name))
         cache = initializer(model, "past_value_0_zero_point")
@@ -304,7 +304,8 @@ def test_constants_of_codes_are_counted(make: Callable[[str], Written]) -> None:
     artifact = make("llama, tied").artifact
     models = graphs(artifact)
     (part,) = artifact.manifest.parts
-    held = Counts(2 * 7 + 1, {"int8": 2 * 7 + 1, "uint16": 8})
+    # In each layer seven linears, two norms and a factor of the queries; the head and its norm.
+    held = Counts(2 * 7 + 1, {"int8": 2 * 7 + 1, "uint16": 2 * 3 + 1})
     assert quantized_problems(models, part, "uint16", held) == []
     for model in models.values():
         norm = initializer(model, "model.norm.weight_quantized")
@@ -312,7 +313,7 @@ def test_constants_of_codes_are_counted(make: Callable[[str], Written]) -> None:
     found = "\n".join(quantized_problems(models, part, "uint16", replace(held, products=14)))
     for message in (
         "decode.onnx: expected 15 constants in int8 codes, found 16",
-        "prefill.onnx: expected 8 constants in uint16 codes, found 7",
+        "prefill.onnx: expected 7 constants in uint16 codes, found 6",
         "prefill.onnx: expected 14 products with int8 weights, found 15",
     ):
         assert message in found
@@ -325,7 +326,7 @@ def test_default_optimisations_would_change_the_numbers(make: Callable[[str], Wr
 
     def opened(level: onnxruntime.GraphOptimizationLevel) -> Host:
         options = onnxruntime.SessionOptions()
-        options.graph_optimization_level = level
+        options.graph_optimization_level, options.intra_op_num_threads = level, 1
         options.log_severity_level = 3
         return Host(folder, lambda path: onnxruntime.InferenceSession(path, options, ["CPUExecutionProvider"]))
 
