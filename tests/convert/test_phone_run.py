@@ -80,8 +80,8 @@ def test_a_finished_run_took_no_more_disk_than_was_planned(finished: Path) -> No
 
 
 def test_a_run_holds_about_as_much_memory_as_was_planned(tmp_path: Path) -> None:
-    """A model whose layers weigh more than Python and its packages do."""
-    wide = {"num_hidden_layers": 2, "hidden_size": 512, "intermediate_size": 24576}
+    """A model whose layer weighs about as much as Python and its packages do."""
+    wide = {"num_hidden_layers": 1, "hidden_size": 256, "intermediate_size": 49152}
     yaml = project(tmp_path, config=wide, targets=[{**PHONE, "method": "rtn"}], validation=None)
     planned = estimate(prepare(load(yaml))).memory_bytes
     with (tmp_path / "log").open("wb") as log:
@@ -89,7 +89,7 @@ def test_a_run_holds_about_as_much_memory_as_was_planned(tmp_path: Path) -> None
     _, status, usage = os.wait4(process.pid, 0)
     assert status == 0, (tmp_path / "log").read_text()
     # Linux counts in kibibytes.
-    assert 0.6 * planned < usage.ru_maxrss * 1024 < 1.1 * planned
+    assert 0.7 * planned < usage.ru_maxrss * 1024 < 1.1 * planned
 
 
 def test_a_second_run_touches_nothing(finished: Path) -> None:
