@@ -2,8 +2,8 @@
 
 The loss is the mean KL divergence from the reference's next-token distribution to the quantised model's, on
 calibration windows; codes and layout stay as they are (as EfficientQAT's second phase does with the likelihood of
-text, arXiv 2407.11062; the reference's whole distribution says more per token). Windows that training does not see
-decide how far it goes: what does not improve them is not kept.
+text, arXiv 2407.11062; the reference's whole distribution says more per token). Windows that neither training nor the
+methods before it see decide how far it goes: what does not improve them is not kept.
 """
 
 from __future__ import annotations
@@ -91,6 +91,11 @@ class Tuned:
 
     results: Results
     note: str
+
+
+def seen(windows: torch.Tensor, training: Training = Training()) -> torch.Tensor:
+    """Of calibration windows [count, tokens] those that other methods may see: what they fit judges no training."""
+    return windows[training.split(len(windows))[0]]
 
 
 def tune(

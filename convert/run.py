@@ -13,7 +13,7 @@ from typing import Any
 from calibrate.quantize import quantize
 from calibrate.results import Results
 from calibrate.text import Windows
-from calibrate.tune import tune
+from calibrate.tune import seen, tune
 from convert.config import Pipeline
 from convert.estimate import check_room, estimate
 from convert.judge import Job, check_named_run, judge, read_past, subject_of
@@ -166,7 +166,8 @@ def _build(job: Job, plan: AnyPlan, calibration: Windows | None) -> AnyArtifact:
     # What is quantised may be the same function in other weights.
     weights = plan.rewritten(model).checkpoint
     linears = plan.linears if isinstance(plan, PhonePlan) else model.linears
-    quantize(weights, linears, plan.recipe, ids, results, progress)
+    shown = seen(ids) if plan.recipe.trains and ids is not None else ids
+    quantize(weights, linears, plan.recipe, shown, results, progress)
     notes = (*_notes(prepared, plan), *bits)
     if plan.recipe.trains and ids is not None:
         tuned = tune(model.checkpoint, weights, linears, plan.recipe.dtype, ids, results, progress)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from calibrate.tune import Training, tune
+from calibrate.quantize import quantize
+from calibrate.tune import Training, Tuned, tune
 from convert import run as runs
 from convert.config import load
 from convert.estimate import estimate
@@ -71,3 +73,25 @@ def test_the_plan_counts_what_tuning_keeps(tmp_path: Path) -> None:
     (stage,) = (file.parent / "work").glob("calibrate-*")
     assert json.loads((stage / "tuned" / "note.json").read_text()).startswith("tune: ")
     assert sum(path.stat().st_size for path in stage.rglob("*.safetensors")) < tuned.work_bytes + 200_000
+
+
+def test_no_method_sees_the_windows_that_training_is_judged_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown, judged = [], []
+
+    def watched_quantize(*arguments: Any) -> None:
+        shown.append(arguments[3])
+        quantize(*arguments)
+
+    def watched_tune(*arguments: Any) -> Tuned:
+        judged.append(arguments[4])
+        return tune(*arguments, training=Training(tokens=64, every=14))
+
+    monkeypatch.setattr(runs, "quantize", watched_quantize)
+    monkeypatch.setattr(runs, "tune", watched_tune)
+    file = project(tmp_path / "p", targets=[*targets("gptq"), *targets("gptq", "tune")])
+    assert invoke("run", file).exit_code == 0
+    (windows,) = judged
+    _, held = Training().split(len(windows))
+    everything, without = shown
+    assert torch.equal(everything, windows)
+    assert torch.equal(without, windows[[index for index in range(len(windows)) if index not in held]])
