@@ -137,7 +137,7 @@ def cut_windows(ids: torch.Tensor, count: int, length: int, what: str) -> torch.
 
 @dataclass(frozen=True)
 class Leading:
-    """Tokens that stand before every window of evaluation text, and the policy in words."""
+    """Tokens that stand before every window of text, and the policy in words."""
 
     ids: tuple[int, ...] = ()
     bos: str = NO_BOS
@@ -187,12 +187,19 @@ def evaluation_windows(tokenizer: Any, text: str, tokens: int, length: int, lead
     return Windows(windows, available, hashlib.sha256(text.encode()).hexdigest(), leading.bos)
 
 
-def calibration_windows(tokenizer: Any, text: str, samples: int, length: int, seed: int) -> Windows:
-    """``samples`` windows chosen at random by ``seed`` among all non-overlapping ones, in text order."""
+def calibration_windows(
+    tokenizer: Any, text: str, samples: int, length: int, seed: int, leading: Leading = Leading()
+) -> Windows:
+    """``samples`` windows chosen at random by ``seed`` among all non-overlapping ones, in text order.
+
+    Args:
+        leading: what stands before each: that which stands before the windows that will judge the result.
+    """
     ids = tokenise(tokenizer, text)
-    every = cut_windows(ids, max(samples, len(ids) // length), length, "calibration text")
+    available = len(ids) // max(1, length - len(leading.ids))
+    every = with_leading(leading, ids, max(samples, available), length, "calibration text")
     chosen = torch.randperm(len(every), generator=torch.Generator().manual_seed(seed))[:samples].sort().values
-    return Windows(every[chosen], len(every), hashlib.sha256(text.encode()).hexdigest(), text_ids=ids)
+    return Windows(every[chosen], len(every), hashlib.sha256(text.encode()).hexdigest(), leading.bos, ids)
 
 
 def check_vocabulary(tokenizer: Any, ids: torch.Tensor, vocabulary: int, name: str) -> None:

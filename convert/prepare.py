@@ -109,12 +109,16 @@ class Prepared:
         return Texts(calibration, settings, warnings)
 
     def calibration(self) -> Windows | None:
-        """The calibration windows, when there is a text and a method gains from it."""
-        config = self.pipeline.calibration
+        """The calibration windows, when there is a text and a method gains from it; each begins as those of the
+        validation do."""
+        config, validation = self.pipeline.calibration, self.pipeline.validation
         if config is None or not any(plan.uses_text for plan in self.plans):
             return None
         text = self._text(config.dataset)
-        windows = calibration_windows(self.tokenizer, text, config.samples, config.sequence_length, config.seed)
+        leading = leading_tokens(self.tokenizer, "auto" if validation is None else validation.bos)
+        windows = calibration_windows(
+            self.tokenizer, text, config.samples, config.sequence_length, config.seed, leading
+        )
         check_vocabulary(self.tokenizer, windows.ids, self.model.vocabulary, self.model.checkpoint.name)
         return windows
 

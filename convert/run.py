@@ -256,4 +256,4 @@ def _calibration_record(pipeline: Pipeline, folder: Path, windows: Windows | Non
     if config is None or windows is None:
         return None
     record = config.model_dump(mode="json") | {"dataset": pipeline.portable(config.dataset, folder)}
-    return record | {"text_sha256": windows.text_sha256, "windows_sha256": windows.digest()}
+    return record | {"text_sha256": windows.text_sha256, "windows_sha256": windows.digest(), "bos": windows.bos}

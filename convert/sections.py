@@ -34,6 +34,8 @@ Peer = Literal[
     "llama.cpp:Q5_K_M",
     "llama.cpp:Q6_K",
 ]
+# One in so many tokens is scored by the engine as well, in windows enough to tell their spread.
+ENGINE_SHARE, ENGINE_WINDOWS = 8, 2
 Count = Annotated[int, Field(ge=1)]
 # Windows of one token predict nothing.
 WindowLength = Annotated[int, Field(ge=2)]
@@ -131,6 +133,10 @@ class Gates(Section):
         return wanted
 
 
+def _engine_tokens(tokens: int, sequence_length: int, **others: Any) -> int:
+    return min(tokens, max(ENGINE_WINDOWS * sequence_length, tokens // ENGINE_SHARE))
+
+
 class Validation(Section):
     """How artifacts are compared with the reference.
 
@@ -138,10 +144,11 @@ class Validation(Section):
         sequence_length: tokens per window; windows do not overlap.
         tokens: how many are scored.
         engine: whether the engine's own arithmetic is scored too.
-        engine_tokens: how many the engine scores; as many as `tokens` unless given.
+        engine_tokens: how many the engine scores; unless given an eighth of `tokens`, as its arithmetic costs several
+            times the weights' own, and at least two windows.
         engines: that run every artifact that they load, beside the arithmetic.
-        bos: what stands before each window: what the tokenizer itself puts before a text (`auto`), nothing (`never`),
-            or its token for the beginning of a text (`always`).
+        bos: what stands before each window, of calibration text as well: what the tokenizer itself puts before a text
+            (`auto`, also without this section), nothing (`never`), or its token for the beginning of a text (`always`).
         long_context: windows of four times the model's sliding window to score besides, with a needle in each.
         strict: refuse an evaluation text that is part of the calibration text, instead of warning.
         history: the file that every run adds to; `history.sqlite` in the output folder unless given.
@@ -153,7 +160,7 @@ class Validation(Section):
     tokens: Annotated[int, Field(validate_default=True)] = 40960
     greedy: Greedy = Greedy()
     engine: bool = True
-    engine_tokens: int = Field(default_factory=lambda data: data["tokens"])
+    engine_tokens: int = Field(default_factory=lambda data: _engine_tokens(**data))
     engines: list[Literal["vllm", "gptqmodel", "transformers", "onnxruntime", "qnn"]] = []
     bos: BosPolicy = "auto"
     long_context: Annotated[int, Field(ge=0)] = 0

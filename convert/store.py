@@ -22,7 +22,7 @@ STAGE_VERSIONS = {
     "observe": 1,
     "reference": 1,
     "export": 2,
-    "measure": 4,
+    "measure": 5,
     "position": 1,
 }
 

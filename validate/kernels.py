@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -14,8 +16,8 @@ from models.errors import BadInput
 # The kernel sums at most this many products before it scales.
 BLOCK = 128
 # An output tile and its accumulator, fp32, together about 1.5 MB: second-level cache of current machines.
-TILE = 128 * 1536
-TILE_COLUMNS = 1536
+TILE = 512 * 384
+TILE_COLUMNS = 384
 # Rows quantised at once: bounds memory when a caller passes a whole text.
 ROWS = 2048
 
@@ -28,8 +30,7 @@ class W4A8Linear(torch.nn.Module):
     ``fma(fp32(dot(a, q - zero_point)) * sc, scale, sum)``; the result is rounded to bf16.
 
     The dot products are fp32 matrix products of small integers: exact in any order of summation, as no partial sum
-    exceeds 127 * 15 * 128 < 2**24. That also holds under ``torch.set_float32_matmul_precision("medium")``, which is
-    faster where bf16 products are: 127 and 15 are bf16 numbers.
+    exceeds 127 * 15 * 128 < 2**24, and exact of bf16 factors, as 127 and 15 are bf16 numbers.
 
     It issues many small operations, so threads help only on cores that nothing else uses.
     """
@@ -67,8 +68,9 @@ class W4A8Linear(torch.nn.Module):
         _check_input(x, self.in_features)
         flat = x.reshape(-1, self.in_features)
         y = torch.empty(flat.shape[0], self.out_features, dtype=torch.bfloat16)
-        for rows, out in zip(torch.split(flat, ROWS), torch.split(y, ROWS), strict=True):
-            self._forward_rows(rows, out)
+        with bf16_products():
+            for rows, out in zip(torch.split(flat, ROWS), torch.split(y, ROWS), strict=True):
+                self._forward_rows(rows, out)
         return y.view(*x.shape[:-1], self.out_features)
 
     def _forward_rows(self, x: torch.Tensor, y: torch.Tensor) -> None:
@@ -137,6 +139,18 @@ def w4a8_linear(x: torch.Tensor, q: Quantized, bias: torch.Tensor | None) -> tor
     """``W4A8Linear`` for a single call: x bf16 [M, K], bias fp32 [N] or None; returns bf16 [M, N]."""
     y: torch.Tensor = W4A8Linear(q, bias)(x)
     return y
+
+
+@contextmanager
+def bf16_products() -> Iterator[None]:
+    """fp32 matrix products of bf16 factors with fp32 sums, where the machine has instructions for them."""
+    matmul = torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

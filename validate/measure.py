@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import nn
 
 from calibrate.results import save_tensors
 from calibrate.text import Windows, digest_of
-from export.artifact import Artifact, Expansion
+from export.artifact import Expansion
 from export.opened import AnyArtifact, expansion_of
 from export.phone.artifact import PhoneArtifact
 from models.checkpoint import Checkpoint
@@ -26,13 +25,11 @@ from validate.engines.onnxruntime import measure_host
 from validate.greedy import Continuations, continue_greedily, pieces
 from validate.kernels import TinygemmLinear, W4A8Linear
 from validate.long_context import LongText, compare_long, long_logprobs
-from validate.score import Comparison, compare, final_hidden
+from validate.score import Comparison, Stream, Swap, compare, final_hidden, final_hiddens, standard_error
 from validate.score import Progress as Part
 from validate.swap import UnsuitedKernelError, kernel_swap
 
 Progress = Callable[[str, int, int], None]
-# exp of more overflows.
-MAX_EXPONENT = 700.0
 ENGINES: Mapping[str, tuple[str, type[nn.Module]]] = {
     "gptq": ("vLLM W4A8 kernel (bit-exact emulation)", W4A8Linear),
     "awq": ("torch int4 operator (as GPTQModel packs AWQ)", TinygemmLinear),
@@ -172,7 +169,8 @@ def measure(
     expansion = expansion_of(artifact)
     ids = settings.windows.ids
     part = _parts(progress, f"{name}: ")
-    hidden = final_hidden(expansion, ids, settings.dtype, progress=part("weights"))
+    kernel = Kernel.of(artifact, settings)
+    hidden = kernel.run(expansion, settings, part("weights"))
     scores = compare(checkpoint, reference.hidden, expansion, hidden, ids, settings.dtype, progress=part("logits"))
     continuations = continue_greedily(
         expansion, settings.prompts, settings.greedy_tokens, settings.dtype, part("greedy")
@@ -182,7 +180,7 @@ def measure(
     if isinstance(artifact, PhoneArtifact):
         engine = _host(artifact, checkpoint, reference, settings, scores, part)
     else:
-        engine = _engine(artifact, Expansion(artifact), checkpoint, reference, settings, scores, part)
+        engine = kernel.compare(expansion, checkpoint, reference, settings, scores, part("engine's logits"))
     engines = []
     for spec in settings.engines:
         if artifact.format not in spec.formats:
@@ -218,39 +216,69 @@ def _long(
     return compare_long(settings.long, reference.long, found)
 
 
-def _engine(
-    artifact: Artifact,
-    expansion: Expansion,
-    checkpoint: Checkpoint,
-    reference: Reference,
-    settings: Settings,
-    scores: Comparison,
-    part: Callable[[str], Part],
-) -> dict[str, Any]:
-    """Scores the engine's arithmetic; where the kernel cannot take the artifact, says why."""
-    name, kernel = ENGINES[str(artifact.config["quant_method"])]
-    if not settings.engine_windows:
-        return {"name": name, "skipped": "validation: engine: false"}
-    chosen = settings.chosen
-    ids = settings.windows.ids[chosen]
-    swap = kernel_swap(artifact, expansion, kernel, settings.dtype)
-    try:
-        hidden = final_hidden(expansion, ids, settings.dtype, swap, part("engine"))
-        # The head is swapped here, so it may be refused here.
-        engine = compare(
-            checkpoint, reference.hidden[chosen], expansion, hidden, ids, settings.dtype, swap, part("engine's logits")
-        )
-    except UnsuitedKernelError as error:
-        return {"name": name, "skipped": str(error)}
-    return {
-        "name": name,
-        "perplexity": engine.perplexity,
-        "perplexity_ratio": engine.perplexity_ratio,
-        "perplexity_ratio_se": engine.perplexity_ratio_se,
-        "kl": engine.kl,
-        "tokens": engine.tokens,
-        "gap": _gap(engine.nll, scores, chosen),
-    }
+class Kernel:
+    """The engine's arithmetic on the chosen windows, computed beside the expanded weights.
+
+    Args:
+        name: the engine's.
+        swap: its kernel's modules; None where it is not to be scored.
+        skipped: why it is not.
+    """
+
+    def __init__(self, name: str, swap: Swap | None, skipped: str = "") -> None:
+        self.name, self.swap, self.skipped = name, swap, skipped
+        self.hidden: torch.Tensor | None = None
+
+    @staticmethod
+    def of(artifact: AnyArtifact, settings: Settings) -> Kernel:
+        """An artifact's; a phone's graphs are run as a whole."""
+        if isinstance(artifact, PhoneArtifact):
+            return Kernel(HOST, None)
+        name, kernel = ENGINES[str(artifact.config["quant_method"])]
+        if not settings.engine_windows:
+            return Kernel(name, None, "validation: engine: false")
+        return Kernel(name, kernel_swap(artifact, Expansion(artifact), kernel, settings.dtype))
+
+    def run(self, expansion: Checkpoint, settings: Settings, progress: Part) -> torch.Tensor:
+        """The final hidden states of the expanded weights; keeps those of the engine, unless it cannot compute them."""
+        streams = [Stream(settings.windows.ids)]
+        if self.swap is not None:
+            try:
+                engine = Stream(settings.windows.ids[settings.chosen], self.swap)
+                hidden, self.hidden = final_hiddens(expansion, [*streams, engine], settings.dtype, progress)
+                return hidden
+            except UnsuitedKernelError as error:
+                self.skipped = str(error)
+        return final_hiddens(expansion, streams, settings.dtype, progress)[0]
+
+    def compare(
+        self,
+        expansion: Checkpoint,
+        checkpoint: Checkpoint,
+        reference: Reference,
+        settings: Settings,
+        scores: Comparison,
+        progress: Part,
+    ) -> dict[str, Any]:
+        """The engine's entry in the report."""
+        if self.hidden is None or self.swap is None:
+            return {"name": self.name, "skipped": self.skipped}
+        chosen = settings.chosen
+        of_reference, ids = reference.hidden[chosen], settings.windows.ids[chosen]
+        try:
+            # The head is swapped here, so it may be refused here.
+            engine = compare(checkpoint, of_reference, expansion, self.hidden, ids, settings.dtype, self.swap, progress)
+        except UnsuitedKernelError as error:
+            return {"name": self.name, "skipped": str(error)}
+        return {
+            "name": self.name,
+            "perplexity": engine.perplexity,
+            "perplexity_ratio": engine.perplexity_ratio,
+            "perplexity_ratio_se": engine.perplexity_ratio_se,
+            "kl": engine.kl,
+            "tokens": engine.tokens,
+            **_gap(engine.nll, scores, chosen),
+        }
 
 
 def _host(
@@ -270,10 +298,12 @@ def _host(
         return {"name": HOST, "skipped": f"texts of {longest} tokens; the context is {artifact.manifest.context}"}
     greedy = reference.continuations.tokens
     found, nll = measure_host(artifact, checkpoint, ids, settings.prompts, greedy, part("engine"))
-    return {**found, "gap": _gap(nll, scores, settings.chosen)}
+    return {**found, **_gap(nll, scores, settings.chosen)}
 
 
-def _gap(nll: Sequence[float], scores: Comparison, chosen: Sequence[int]) -> float:
-    """Relative difference of an engine's perplexity from that of the expanded weights, on the chosen windows."""
-    lost = sum(nll) / len(chosen) - sum(scores.nll[i] for i in chosen) / len(chosen)
-    return abs(math.expm1(lost)) if lost < MAX_EXPONENT else math.inf
+def _gap(nll: Sequence[float], scores: Comparison, chosen: Sequence[int]) -> dict[str, float]:
+    """Relative difference of an engine's perplexity from that of the expanded weights, on the chosen windows, and its
+    paired standard error."""
+    lost = torch.tensor(nll, dtype=torch.float64) - torch.tensor([scores.nll[i] for i in chosen], dtype=torch.float64)
+    mean = lost.mean()
+    return {"gap": float(torch.expm1(mean).abs()), "gap_se": float(mean.exp()) * standard_error(lost)}

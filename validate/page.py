@@ -15,6 +15,7 @@ from export.opened import AnyArtifact
 from validate.entry import Entry, entries_of
 from validate.gates import GateResult, failures
 from validate.pictures import Point, layer_errors, pareto, to_svg, trend
+from validate.report import gap_text
 
 TEMPLATES = Path(__file__).with_name("templates")
 # What a row of another program's build may lack.
@@ -40,7 +41,7 @@ def to_page(report: Mapping[str, Any], artifacts: Sequence[AnyArtifact], earlier
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"figure": _figure, "bytes": _bytes, "visible": _visible}
+    environment.filters |= {"figure": _figure, "bytes": _bytes, "visible": _visible, "gap": gap_text}
     ledgers = {str(artifact.ledger.target["name"]): artifact.ledger for artifact in artifacts}
     targets = [_target(target, report) for target in report["targets"]]
     return environment.get_template("report.html.j2").render(

@@ -198,7 +198,8 @@ def _with_error(value: float | None, error: float | None, digits: int) -> str:
 def _row(target: Mapping[str, Any]) -> list[str]:
     engine, gates = target["engine"], target["gates"]
     failed = len(failures(target))
-    computed = figure(engine["perplexity_ratio"], 4) if "perplexity_ratio" in engine else "not measured"
+    measured = "perplexity_ratio" in engine
+    computed = _with_error(engine["perplexity_ratio"], engine["perplexity_ratio_se"], 4) if measured else "not measured"
     judged = f"{failed} failed" if failed else "passed" if gates else "none"
     return _figures(target, target["name"], target["format"], computed, judged)
 
@@ -231,8 +232,10 @@ def _remarks(target: Mapping[str, Any]) -> list[str]:
     if "skipped" in engine:
         lines.append(f"engine not measured: {engine['name']}: {engine['skipped']}")
     else:
-        gap = "not finite" if engine["gap"] is None else f"{engine['gap']:.2%}"
-        lines.append(f"engine: {engine['name']}, {gap} from the expanded weights' perplexity")
+        lines.append(
+            f"engine: {engine['name']}, {gap_text(engine)} from the expanded weights' perplexity, on"
+            f" {engine['tokens']} of the tokens"
+        )
         if "snr_db" in engine:
             greedy = engine["greedy"]
             figures = f"SNR {figure(engine['snr_db'], 1)} dB, top-1 {figure(engine['top1'], 3)}"
@@ -265,17 +268,24 @@ def _long(found: Mapping[str, Any]) -> str:
     )
 
 
+def gap_text(engine: Mapping[str, Any]) -> str:
+    """An engine's gap with its standard error, for people."""
+    if engine["gap"] is None:
+        return "not finite"
+    return f"{engine['gap']:.2%} ± {100 * engine['gap_se']:.2f}"
+
+
 def _ran(engine: Mapping[str, Any]) -> str:
     """One line for an engine that ran the artifact, or did not."""
     if "failed" in engine:
         return f"did not run in {engine['name']} {engine['version']}: {engine['failed']}"
-    gap = "not finite" if engine["gap"] is None else f"{engine['gap']:.2%}"
     top1 = "" if engine["top1"] is None else f", top-1 {engine['top1']:.3f} of {engine['top1_of']} clear positions"
     greedy = engine.get("greedy")
     same = "" if greedy is None else f", greedy {greedy['identical']}/{greedy['of']}"
     if "cpu_snr_db" in engine:
         same += f", SNR {figure(engine['snr_db'], 1)} dB where the CPU has {figure(engine['cpu_snr_db'], 1)}"
     return (
-        f"ran in {engine['name']} {engine['version']}: perplexity {figure(engine['perplexity'], 3)}, {gap} from"
-        f" {engine['against']}{top1}, log-probabilities differ by {figure(engine['logprob_gap'], 4)}{same}"
+        f"ran in {engine['name']} {engine['version']}: perplexity {figure(engine['perplexity'], 3)},"
+        f" {gap_text(engine)} from {engine['against']}{top1}, log-probabilities differ by"
+        f" {figure(engine['logprob_gap'], 4)}{same}"
     )

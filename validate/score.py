@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -17,6 +17,9 @@ from models.checkpoint import Checkpoint
 # Logits per pass over a window: a few rows at a time stay in cache through all the sums
 # (511 rows of 49,152 on one busy core: 0.41 s four rows at a time, 0.79 s all at once).
 CHUNK = 1 << 18
+TOP = 5
+# Columns whose largest is found first: sorting out the largest of all of them at once takes five times as long.
+BLOCK = 64
 Progress = Callable[[int, int], None]
 # What stands for "no difference": fp32 logits cannot come this near without being equal, and JSON has no infinity.
 SNR_LIMIT_DB = 200.0
@@ -33,7 +36,14 @@ def no_progress(done: int, total: int) -> None:
     """Nobody watches."""
 
 
-@torch.no_grad()
+@dataclass(frozen=True)
+class Stream:
+    """Token windows int64 [count, tokens], and what computes them (see `final_hidden`)."""
+
+    windows: torch.Tensor
+    swap: Swap = no_swap
+
+
 def final_hidden(
     checkpoint: Checkpoint,
     windows: torch.Tensor,
@@ -51,14 +61,24 @@ def final_hidden(
     Returns:
         [count, tokens, hidden], in the dtype of the model's residual stream.
     """
+    return final_hiddens(checkpoint, [Stream(windows, swap)], dtype, progress)[0]
+
+
+@torch.no_grad()
+def final_hiddens(
+    checkpoint: Checkpoint, streams: Sequence[Stream], dtype: torch.dtype, progress: Progress = no_progress
+) -> list[torch.Tensor]:
+    """As `final_hidden`, of several streams that share one reading of each layer's weights."""
     replay = Replay(checkpoint, dtype)
-    hidden = replay.embed(batches(windows))
+    states = [replay.embed(batches(stream.windows)) for stream in streams]
     for index in range(len(replay)):
         progress(index, len(replay))
-        with replay.layer(index) as layer, swapped(layer, replay.prefix(index), swap):
-            hidden = [replay.run(layer, index, h) for h in hidden]
+        with replay.layer(index) as layer:
+            for number, stream in enumerate(streams):
+                with swapped(layer, replay.prefix(index), stream.swap):
+                    states[number] = [replay.run(layer, index, hidden) for hidden in states[number]]
     progress(len(replay), len(replay))
-    return torch.cat(hidden)
+    return [torch.cat(hidden) for hidden in states]
 
 
 @contextmanager
@@ -176,28 +196,32 @@ class _Sums:
         likelihoods = [
             self._add_rows(*chunk) for chunk in zip(a.split(rows), b.split(rows), targets.split(rows), strict=True)
         ]
-        of_reference, of_model = (torch.cat(column).double() for column in zip(*likelihoods, strict=True))
+        of_reference, of_model = (torch.cat(column) for column in zip(*likelihoods, strict=True))
         self.reference.append(-float(of_reference.mean()))
         self.model.append(-float(of_model.mean()))
         self.tokens += len(targets)
 
     def _add_rows(self, a: torch.Tensor, b: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds a few rows to the sums; returns the log-likelihoods of the targets, fp32 [rows], of both models."""
+        """Adds a few rows to the sums; returns the log-likelihoods of the targets, fp64 [rows], of both models.
+
+        With s = log sum exp, the divergence of a row is ``sum softmax(a) * (a - b) - s_a + s_b``.
+        """
         a, b = a.float(), b.float()
-        top_a, top_b = a.topk(5).indices, b.topk(5).indices
+        (top_a, largest_a), (top_b, largest_b) = top(a), top(b)
         self.top1 += float((top_a[:, 0] == top_b[:, 0]).sum())
-        self.top5 += float((top_a[:, :, None] == top_b[:, None, :]).sum()) / 5
+        self.top5 += float((top_a[:, :, None] == top_b[:, None, :]).sum()) / TOP
         difference = a - b
         self.signal += float(torch.linalg.vector_norm(a, dim=-1).double().square().sum())
         self.noise += float(torch.linalg.vector_norm(difference, dim=-1).double().square().sum())
         low, high = torch.aminmax(difference)
         self.largest = max(self.largest, float(high), -float(low))
-        log_a, log_b = torch.log_softmax(a, -1), torch.log_softmax(b, -1)
-        positions = torch.arange(len(targets))
-        likelihoods = log_a[positions, targets], log_b[positions, targets]
-        torch.sub(log_a, log_b, out=difference)
-        self.kl += float(torch.linalg.vecdot(log_a.exp_(), difference).double().sum())
-        return likelihoods
+        of_targets = [x.gather(1, targets[:, None])[:, 0].double() for x in (a, b)]
+        exp_a, exp_b = (a - largest_a).exp_(), (b - largest_b).exp_()
+        sums = exp_a.sum(-1).double(), exp_b.sum(-1).double()
+        log_a, log_b = (s.log() + m[:, 0].double() for s, m in zip(sums, (largest_a, largest_b), strict=True))
+        weighted = torch.linalg.vecdot(exp_a, difference).double() / sums[0]
+        self.kl += float((weighted - log_a + log_b).sum())
+        return of_targets[0] - log_a, of_targets[1] - log_b
 
     def comparison(self) -> Comparison:
         reference, model = (torch.tensor(nll, dtype=torch.float64) for nll in (self.reference, self.model))
@@ -206,11 +230,11 @@ class _Sums:
         ratio = float((model - reference).mean().exp())
         return Comparison(
             perplexity=perplexity,
-            perplexity_se=perplexity * _standard_error(model),
+            perplexity_se=perplexity * standard_error(model),
             reference_perplexity=reference_perplexity,
-            reference_perplexity_se=reference_perplexity * _standard_error(reference),
+            reference_perplexity_se=reference_perplexity * standard_error(reference),
             perplexity_ratio=ratio,
-            perplexity_ratio_se=ratio * _standard_error(model - reference),
+            perplexity_ratio_se=ratio * standard_error(model - reference),
             kl=self.kl / self.tokens,
             top1=self.top1 / self.tokens,
             top5_overlap=self.top5 / self.tokens,
@@ -222,6 +246,25 @@ class _Sums:
         )
 
 
+def top(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Columns of the TOP largest logits of each row, largest first, int64 [rows, TOP], and the largest, [rows, 1].
+
+    They are looked for in the TOP blocks of columns with the largest maxima, where they must be.
+
+    Args:
+        logits: [rows, vocabulary].
+    """
+    whole = logits.shape[1] // BLOCK * BLOCK
+    if whole <= TOP * BLOCK:
+        found = logits.topk(TOP)
+        return found.indices, found.values[:, :1]
+    blocks = logits[:, :whole].unflatten(1, (-1, BLOCK)).amax(-1).topk(TOP).indices
+    inside = (blocks[:, :, None] * BLOCK + torch.arange(BLOCK)).flatten(1)
+    columns = torch.cat([inside, torch.arange(whole, logits.shape[1]).expand(len(logits), -1)], dim=1)
+    found = logits.gather(1, columns).topk(TOP)
+    return columns.gather(1, found.indices), found.values[:, :1]
+
+
 def decibels(signal: float, noise: float) -> float:
     """The ratio of two energies, within ± SNR_LIMIT_DB."""
     if math.isnan(signal) or math.isnan(noise):
@@ -231,6 +274,6 @@ def decibels(signal: float, noise: float) -> float:
     return max(-SNR_LIMIT_DB, min(SNR_LIMIT_DB, 10 * (math.log10(signal) - math.log10(noise))))
 
 
-def _standard_error(values: torch.Tensor) -> float:
+def standard_error(values: torch.Tensor) -> float:
     """Of the mean; 0 for a single window, which has no spread to estimate it from."""
     return float(values.std() / math.sqrt(len(values))) if len(values) > 1 else 0.0

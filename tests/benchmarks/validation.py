@@ -1,12 +1,17 @@
 """What validation costs, in CPU seconds and in forward passes: python tests/benchmarks/validation.py [SOURCE [WINDOWS]]
 
-The unit is one pass of the whole transformers model in bf16 over the same tokens, logits and loss included. Each part
-is measured in this process after a first pass over one window, so that nothing is imported or compiled in it. The
-artifacts are rounded to nearest; that changes nothing of the cost. SOURCE is anything that `model.source` takes.
+The unit is one pass of the whole transformers model in bf16 over the same tokens, logits and loss included. Everything
+else is `validate.measure` itself with the settings that a pipeline.yaml has unless it says more: expanded weights, the
+engine's arithmetic on the tokens that `engine_tokens` is then, and greedy continuations, each part by the name that the
+progress bar gives it. It is measured in this process after a first pass over one window, so that nothing is imported or
+compiled in it. The artifacts are rounded to nearest; that changes nothing of the cost. SOURCE is anything that
+`model.source` takes; WINDOWS of 512 tokens of examples/text/evaluation.txt are scored. Exit code 1: a sum is above its
+bound.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import tempfile
 import time
@@ -17,20 +22,23 @@ import torch
 
 from calibrate.quantize import quantize
 from calibrate.results import Results
-from convert.prepare import to_spec
+from convert.prepare import read_text, to_spec, validation_settings
+from convert.sections import Dataset, Validation
 from convert.target import Target
-from export.artifact import Artifact, Expansion, write
+from export.artifact import Artifact, write
 from export.ledger import Ledger
 from export.plan import make_plan
 from models.opened import OpenedModel, open_model
 from models.skeleton import load_model
 from models.source import open_source
-from validate.measure import ENGINES
-from validate.score import compare, final_hidden
-from validate.swap import kernel_swap
+from models.tokenizer import load_tokenizer
+from validate.measure import Reference, Settings, measure, measure_reference
 
+ROOT = Path(__file__).parents[2]
 LENGTH, DTYPE = 512, torch.bfloat16
 FORMATS = ("gptq", "awq", "tinygemm")
+# Of an artifact and of the reference, in forward passes over the tokens.
+BOUND, REFERENCE_BOUND = 2.0, 1.0
 
 
 def build(model: OpenedModel, format: str, folder: Path) -> Artifact:
@@ -60,45 +68,80 @@ def forward(model: OpenedModel, ids: torch.Tensor) -> None:
         whole(input_ids=window, labels=window, use_cache=False)
 
 
-def cpu(work: Callable[[], object]) -> float:
-    """CPU seconds of this process, all threads."""
-    began = time.process_time()
-    work()
-    return time.process_time() - began
+class Parts:
+    """CPU seconds of this process, all threads, by the part that was announced last."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.part, self.began = "other", time.process_time()
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        """A progress callback."""
+        if what != self.part:
+            self.stop()
+            self.part = what
+
+    def stop(self) -> None:
+        """Counts what has passed until now."""
+        now = time.process_time()
+        self.seconds[self.part] = self.seconds.get(self.part, 0.0) + now - self.began
+        self.began = now
 
 
-def main(source: str, count: int) -> None:
+def parts_of(work: Callable[[Parts], object]) -> dict[str, float]:
+    """CPU seconds of each part of some work."""
+    parts = Parts()
+    work(parts)
+    parts.stop()
+    return parts.seconds
+
+
+def settings_of(model: OpenedModel, count: int, scratch: Path) -> Settings:
+    """A pipeline's, where it names a text and how many tokens to score."""
+    text = Dataset(path="text", data_files=str(ROOT / "examples" / "text" / "evaluation.txt"))
+    config = Validation(dataset=text, sequence_length=LENGTH, tokens=count * LENGTH)
+    tokenizer = load_tokenizer(model.checkpoint)
+    return validation_settings(config, read_text(text, ROOT, scratch), tokenizer, model, DTYPE)
+
+
+def main(source: str, count: int) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        model = open_model(open_source(source, base=Path.cwd(), side_folder=folder / "tokenizer"))
-        checkpoint = model.checkpoint
-        generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(0, model.vocabulary, (count, LENGTH), generator=generator)
+        model = open_model(open_source(source, base=ROOT, side_folder=folder / "tokenizer"))
+        settings = settings_of(model, count, folder / "text")
+        ids = settings.windows.ids
         forward(model, ids[:1])
-        unit = cpu(lambda: forward(model, ids))
+        unit = sum(parts_of(lambda _: forward(model, ids)).values())
         print(f"{source}: {count} windows of {LENGTH} tokens, {torch.get_num_threads()} threads")
-        print(f"{'one forward pass':34} {unit:7.1f} s  1.00")
+        print(f"the engine's arithmetic on {settings.engine_windows} windows; {len(settings.prompts)} prompts")
+        print(f"{'one forward pass':34} {unit:7.1f} s  1.00", flush=True)
+        above = False
 
-        def show(what: str, seconds: float) -> None:
-            print(f"{what:34} {seconds:7.1f} s  {seconds / unit:.2f}", flush=True)
+        def show(what: str, seconds: dict[str, float], bound: float) -> None:
+            nonlocal above
+            for part, spent in seconds.items():
+                print(f"  {part:32} {spent:7.1f} s  {spent / unit:.2f}")
+            total = sum(seconds.values())
+            above = above or total > bound * unit
+            print(f"{what:34} {total:7.1f} s  {total / unit:.2f}, bound {bound:.2f}", flush=True)
 
-        reference: list[torch.Tensor] = []
-        show("the reference, once", cpu(lambda: reference.append(final_hidden(checkpoint, ids, DTYPE))))
+        found: list[Reference] = []
+        cache = folder / "reference"
+        cache.mkdir()
+        seconds = parts_of(lambda parts: found.append(measure_reference(model.checkpoint, settings, cache, parts)))
+        show("the reference, once", seconds, REFERENCE_BOUND)
         for format in FORMATS:
             artifact = build(model, format, folder)
-            expansion = Expansion(artifact)
+            for windows in dict.fromkeys((0, settings.engine_windows)):
+                how = dataclasses.replace(settings, engine_windows=windows)
 
-            def score(artifact: Artifact = artifact, expansion: Expansion = expansion, kernel: bool = False) -> None:
-                options = ()
-                if kernel:
-                    module = ENGINES[str(artifact.config["quant_method"])][1]
-                    options = (kernel_swap(artifact, expansion, module, DTYPE),)
-                hidden = final_hidden(expansion, ids, DTYPE, *options)
-                compare(checkpoint, reference[0], expansion, hidden, ids, DTYPE, *options)
+                def work(parts: Parts, artifact: Artifact = artifact, how: Settings = how) -> None:
+                    measure(artifact, model.checkpoint, found[0], how, parts)
 
-            show(f"{format}: expanded weights", cpu(score))
-            show(f"{format}: the engine's arithmetic", cpu(lambda: score(kernel=True)))
+                show(f"{format}, {'with' if windows else 'without'} the engine", parts_of(work), BOUND)
+    return int(above)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "examples/spark-tiny", int(sys.argv[2]) if len(sys.argv) > 2 else 16)
+    source, count = [*sys.argv[1:], *("examples/spark-tiny", "16")[len(sys.argv) - 1 :]][:2]
+    sys.exit(main(source, int(count)))

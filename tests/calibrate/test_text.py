@@ -183,6 +183,19 @@ def test_windows_begin_as_the_tokenizer_begins_a_text() -> None:
     assert windows.ids[1, 1:].tolist() == ids[windows.available // 4 * 63 :][:63].tolist()
 
 
+def test_calibration_windows_begin_as_those_that_judge_them() -> None:
+    text = TEXT.read_text(encoding="utf-8")[:20_000]
+    leading = leading_tokens(bos_tokenizer(), "auto")
+    windows = calibration_windows(bos_tokenizer(), text, 6, 32, 1, leading)
+    assert windows.ids.shape == (6, 32) and windows.ids[:, 0].eq(0).all() and windows.bos == leading.bos
+    # Behind it is the text, cut where evaluation windows are cut; what is kept of the text for comparisons has none.
+    every = evaluation_windows(bos_tokenizer(), text, windows.available * 32, 32, leading).ids.tolist()
+    assert all(window in every for window in windows.ids.tolist())
+    assert windows.text_ids.tolist() == tokenise(bos_tokenizer(), text).tolist()
+    with pytest.raises(BadInput, match="^calibration text: expected windows longer than the 1 tokens"):
+        calibration_windows(bos_tokenizer(), text, 6, 1, 1, leading)
+
+
 def test_the_policy_may_be_set_against_the_tokenizer() -> None:
     assert leading_tokens(bos_tokenizer(), "never") == Leading((), NO_BOS)
     assert leading_tokens(bos_tokenizer(), "always").ids == leading_tokens(tiny_tokenizer(), "always").ids == (0,)

@@ -80,7 +80,7 @@ DIVERGENCE_KEYS = {
     *("prompt", "step", "reference_token", "token", "margin", "kind", "because", "resolution"),
     *("margin_fp32", "artifact_margin_fp32", "noise", "reference_text", "text"),
 }
-ENGINE_KEYS = {"name", "perplexity", "perplexity_ratio", "perplexity_ratio_se", "kl", "tokens", "gap"}
+ENGINE_KEYS = {"name", "perplexity", "perplexity_ratio", "perplexity_ratio_se", "kl", "tokens", "gap", "gap_se"}
 
 
 @pytest.fixture(scope="module", params=MODEL_TYPES)

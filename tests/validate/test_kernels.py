@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from calibrate.grid import Quantized, ZeroKind
 from models.errors import BadInput
 from validate import kernels
-from validate.kernels import TinygemmLinear, W4A8Linear, add_product_double, quantize_rows, w4a8_linear
+from validate.kernels import TinygemmLinear, W4A8Linear, add_product_double, bf16_products, quantize_rows, w4a8_linear
 
 GOLDEN = load_file(Path(__file__).parents[1] / "golden" / "vllm_w4a8.safetensors")
 CASES = sorted({key.rsplit(".", 1)[0] for key in GOLDEN})
@@ -50,6 +50,18 @@ def by_definition(x: torch.Tensor, q: Quantized, bias: torch.Tensor | None) -> t
         scaled = dots.float() * sc
         total = (scaled.double() * q.scales[:, group].double() + total.double()).float()
     return total.bfloat16()
+
+
+def test_bf16_products_of_the_largest_numbers_are_exact_and_the_switch_is_put_back() -> None:
+    # Large enough for the machine's bf16 instructions, where it has them; sums near 2**18.
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randint(100, 128, (256, 128), generator=generator)
+    b = torch.randint(-15, 16, (128, 256), generator=generator)
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    with pytest.raises(ZeroDivisionError), bf16_products():
+        assert torch.equal((a.float() @ b.float()).long(), a @ b)
+        raise ZeroDivisionError
+    assert torch.backends.mkldnn.matmul.fp32_precision == before
 
 
 @pytest.fixture(params=["addcmul", "double"])

@@ -39,7 +39,15 @@ SCORES = Comparison(
     windows=2,
     nll=(2.0, 3.0),
 )
-ENGINE = {"name": "an engine", "perplexity": 12.1, "perplexity_ratio": 1.21, "gap": 0.0083}
+ENGINE = {
+    "name": "an engine",
+    "perplexity": 12.1,
+    "perplexity_ratio": 1.21,
+    "perplexity_ratio_se": 0.01,
+    "gap": 0.0083,
+    "gap_se": 0.0004,
+    "tokens": 31,
+}
 DIVERGED = to_dict(Divergence(0, 3, 7, 9, 0.5), Verdict("defect", "weights", 0.03, 0.5, 0.25, 0.125), None)
 GREEDY = {"identical": 1, "of": 2, "tokens": 5, "divergences": [DIVERGED]}
 
@@ -66,6 +74,7 @@ RAN = {
     "against": "the expanded weights",
     "perplexity": 12.2,
     "gap": 0.0167,
+    "gap_se": 0.002,
     "top1": 0.998,
     "top1_of": 50,
     "logprob_gap": 0.0123,
@@ -83,8 +92,8 @@ def test_engines_that_ran_are_in_the_report_and_the_remarks(workshop: Workshop) 
     (gate,) = target["gates"]
     assert gate["measured"] == 0.0167 and not gate["passed"]
     assert (
-        "ran in vllm 0.32.0: perplexity 12.200, 1.67% from the expanded weights, top-1 0.998 of 50 clear positions,"
-        " log-probabilities differ by 0.0123, greedy 1/2" in table(found)
+        "ran in vllm 0.32.0: perplexity 12.200, 1.67% ± 0.20 from the expanded weights, top-1 0.998 of 50 clear"
+        " positions, log-probabilities differ by 0.0123, greedy 1/2" in table(found)
     )
 
 
@@ -158,7 +167,17 @@ def test_the_figures_of_a_target_stand_in_report_and_table(workshop: Workshop) -
     assert (target["name"], target["format"], target["perplexity_ratio"]) == ("gptq", "gptq", 1.2)
     assert "nll" not in target and "reference_perplexity" not in target
     text = table(found)
-    for part in ("12.000 ± 0.500", "1.2000 ± 0.0100", "1.2100", "0.1000", "0.900", "15.0", "1/2", "passed", "0.83%"):
+    for part in (
+        "12.000 ± 0.500",
+        "1.2000 ± 0.0100",
+        "1.2100",
+        "0.1000",
+        "0.900",
+        "15.0",
+        "1/2",
+        "passed",
+        "0.83% ± 0.04",
+    ):
         assert part in text, part
 
 

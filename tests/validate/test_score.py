@@ -7,13 +7,28 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from calibrate.replay import Replay
 from models.checkpoint import Checkpoint, Folder
 from models.skeleton import load_model
 from tests.helpers import MODEL_TYPES, tiny_checkpoint, tokens
-from validate.score import SNR_LIMIT_DB, Comparison, _Sums, compare, final_hidden, no_swap, swapped
+from validate.score import (
+    BLOCK,
+    SNR_LIMIT_DB,
+    TOP,
+    Comparison,
+    Stream,
+    _Sums,
+    compare,
+    final_hidden,
+    final_hiddens,
+    no_swap,
+    swapped,
+    top,
+)
 
 LENGTH = 40  # more than twice the sliding window of the tiny models
 
@@ -109,6 +124,24 @@ def test_top1_and_top5_count_what_the_two_models_share(naive: tuple[Comparison, 
     assert scores.top1 == pytest.approx(sum(top1) / len(top1))
     assert scores.top5_overlap == pytest.approx(sum(overlap) / len(overlap))
     assert 0 < scores.top5_overlap < 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(6, 9 * BLOCK), st.integers(0, 2**31), st.sampled_from([1.0, 0.0]))
+def test_the_first_choices_are_the_largest_wherever_they_stand(vocabulary: int, seed: int, spread: float) -> None:
+    logits = torch.randn(3, vocabulary, generator=torch.Generator().manual_seed(seed)) * spread
+    columns, largest = top(logits)
+    assert columns.shape == (3, TOP) and all(len(set(row)) == TOP for row in columns.tolist())
+    # Where several are equal, any of them.
+    assert torch.equal(logits.gather(1, columns), logits.topk(TOP).values)
+    assert torch.equal(largest[:, 0], logits.amax(1))
+
+
+def test_the_sums_leave_the_logits_as_they_are() -> None:
+    a, b = torch.randn(2, 7, 40, generator=torch.Generator().manual_seed(0))
+    before = a.clone(), b.clone()
+    _Sums().add(a, b, torch.arange(7))
+    assert torch.equal(a, before[0]) and torch.equal(b, before[1])
 
 
 def test_signal_to_noise_and_largest_difference(naive: tuple[Comparison, torch.Tensor, ...]) -> None:
@@ -210,3 +243,19 @@ def test_the_swap_computes_instead_of_the_linear(sources: dict[str, Folder], tmp
     name = "model.layers.1.mlp.down_proj"
     changed = final_hidden(source, ids, torch.float32, lambda module: Zero() if module == name else None)
     assert not torch.allclose(changed, plain)
+
+
+def test_streams_that_share_a_reading_of_the_weights_compute_as_each_alone(sources: dict[str, Folder]) -> None:
+    source, many, few = sources["qwen2"], tokens(4, 12), tokens(2, 9, seed=1)
+
+    class Halved(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x / 2
+
+    def halve(module: str) -> torch.nn.Module | None:
+        return Halved() if module == "model.layers.0.self_attn.o_proj" else None
+
+    both = final_hiddens(source, [Stream(many), Stream(few, halve)], torch.float32)
+    assert torch.equal(both[0], final_hidden(source, many, torch.float32))
+    assert torch.equal(both[1], final_hidden(source, few, torch.float32, halve))
+    assert not torch.allclose(both[1], final_hidden(source, few, torch.float32))

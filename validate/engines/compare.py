@@ -11,7 +11,7 @@ import torch
 from calibrate.replay import Replay
 from models.checkpoint import Checkpoint
 from validate.engines.run import Result
-from validate.score import CHUNK, Swap, no_swap, swapped
+from validate.score import CHUNK, Swap, no_swap, standard_error, swapped
 
 # Below this difference of the first two logits, another order of the same sums may change the first.
 MARGIN = 0.1
@@ -88,7 +88,8 @@ def compare_engine(result: Result, ours: Positions) -> dict[str, Any]:
     """What the engine's answers differ in from ours.
 
     Returns:
-        ``perplexity`` of the engine, ``gap``: its relative difference from ours; ``top1``: share of the same first
+        ``perplexity`` of the engine, ``gap``: its relative difference from ours, with its paired standard error
+        ``gap_se``; ``top1``: share of the same first
         choice among the ``top1_of`` positions where ours is clear (null when there are none);
         ``logprob_gap``: mean absolute difference; ``tokens``: how many were compared.
     """
@@ -98,6 +99,7 @@ def compare_engine(result: Result, ours: Positions) -> dict[str, Any]:
     return {
         "perplexity": float((-result.logprobs.double().mean()).exp()),
         "gap": float(torch.expm1(-difference.mean()).abs()),
+        "gap_se": float((-difference.mean()).exp()) * standard_error(difference.mean(dim=1)),
         "top1": float((result.top1 == ours.top1)[clear].double().mean()) if judged else None,
         "top1_of": judged,
         "logprob_gap": float(difference.abs().mean()),
