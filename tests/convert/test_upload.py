@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -100,12 +101,12 @@ def test_a_validation_of_other_bytes_is_refused(copy: Copy) -> None:
     assert result.exit_code == 2 and "its validation is older than its bytes" in result.output
 
 
-def test_a_phones_artifact_is_refused_by_name(copy: Copy) -> None:
+def test_a_manifest_that_is_none_is_refused_by_name(copy: Copy) -> None:
     folder = copy()
     (folder / "output" / "gptq" / PHONE).write_text("{}")
     for name, *rest in (("upload", "--repo", "a/b"), ("explain", "--reference", folder / "model")):
         result = invoke(name, folder / "output" / "gptq", *rest)
-        assert result.exit_code == 2 and "format phone: " in result.output
+        assert result.exit_code == 2 and "manifest.json: expected the graphs' manifest" in result.output
 
 
 def test_a_ledger_of_a_newer_schema_is_refused(copy: Copy) -> None:
@@ -220,7 +221,7 @@ def test_gates_that_held_are_in_the_card(copy: Copy) -> None:
     assert "| `max_kl` | 2 | 0.3457 | held |" in card_of(folder).text
 
 
-@pytest.mark.parametrize("format", LAYOUTS)
+@pytest.mark.parametrize("format", [*LAYOUTS, "phone"])
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_every_format_and_family_has_snippets_that_are_python(format: str, model_type: str) -> None:
     found = snippets(format, model_type, "owner/name-1.7B", "bfloat16")
@@ -323,6 +324,58 @@ def test_the_snippets_that_need_no_engine_run(
     assert result.returncode == 0, result.stderr
     assert all((tmp_path / f"{name}-bfloat16" / "model.safetensors").is_file() for name in UPLOADED)
     assert result.stdout.startswith("The sea") and len(result.stdout) > len("The sea\n")
+
+
+@pytest.fixture(scope="module")
+def phone(tmp_path_factory: pytest.TempPathFactory, hub: Hub, online: dict[str, str]) -> Path:
+    """The folder of a phone artifact that its run has uploaded."""
+    folder = tmp_path_factory.mktemp("published-phone") / "p"
+    target = {"format": "phone", "context": 64, "prefill": 16, "method": ["fold", "rtn"]}
+    upload = {"repo": "someone/tiny-phone", "create": True, "base_model": "owner/base"}
+    yaml = project(folder, config={"num_hidden_layers": 1}, targets=[target], upload=upload)
+    (folder / "model" / "README.md").write_text("---\nlicense: mit\n---\n# The source's own card\n")
+    result = convert(online, "run", yaml, "--upload")
+    assert result.returncode == 0, result.stderr
+    return folder / "output" / "phone"
+
+
+def test_a_phones_graphs_are_published_with_what_they_themselves_lose(phone: Path, hub: Hub) -> None:
+    files = hub.files("someone/tiny-phone")
+    card = ModelCard(files.pop("README.md").decode())
+    del files[".gitattributes"]
+    assert files == {path.name: path.read_bytes() for path in phone.iterdir()}
+    assert {"prefill.onnx", "decode.onnx", "model.data", "manifest.json", "README.source.md"} <= files.keys()
+    assert (card.data.base_model, card.data["base_model_relation"]) == ("owner/base", "quantized")
+    assert {"phone", "8-bit", "onnx"} <= set(card.data.tags or ()) and card.data.license == "mit"
+    assert card.data.library_name == "onnx"
+    report = json.loads((phone.parent / "report.json").read_text())["targets"][0]
+    results = {result.metric_type: result.metric_value for result in card.data.eval_results or []}
+    assert results["kl"] == report["engine"]["kl"] != report["kl"]
+    for part in (
+        f"| {report['engine']['snr_db']:.1f} dB |",
+        f"on {report['engine']['tokens']} of them.",
+        "* The caches hold 64 positions: no text is longer; prompts go through in chunks of 16 tokens",
+        "* Run by ONNX Runtime on a CPU, and on no phone",
+    ):
+        assert part in card.text, part
+
+
+def test_the_snippets_of_a_phones_card_run(phone: Path, hub: Hub, online: dict[str, str], tmp_path: Path) -> None:
+    found = blocks(hub, "someone/tiny-phone")
+    assert found.keys() == {"ONNX Runtime on a CPU", "Anything that reads a plain checkpoint"}
+    result = execute("\n".join(found.values()), online, tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "The sea" in result.stdout and len(result.stdout) > len("The sea\n")
+    assert (tmp_path / "tiny-phone-bfloat16" / "model.safetensors").is_file()
+
+
+def test_a_phones_artifact_goes_up_under_the_same_conditions(phone: Path, tmp_path: Path) -> None:
+    folder = ledger(shutil.copytree(phone, tmp_path / "phone"), lambda content: content.update(validation=None))
+    result = invoke("upload", folder, "--repo", "a/b")
+    assert result.exit_code == 2 and "was never validated" in result.output
+    (folder / "model.data").write_bytes((folder / "model.data").read_bytes()[:-1])
+    result = invoke("upload", folder, "--repo", "a/b")
+    assert result.exit_code == 2 and "model.data: its bytes are not those that were written" in result.output
 
 
 def test_refusals_of_several_artifacts_come_together(copy: Copy) -> None:
