@@ -206,15 +206,15 @@ def validate(
         raise click.UsageError("--reference: an artifact needs the model that it was made from")
     if options["engine_python"] is not None and len(options["engine"]) != 1:
         raise click.UsageError("--engine-python: needs exactly one --engine")
+    from convert.against import TextChoice
     from convert.validate import validate_artifact
 
+    text = TextChoice(options["text"], options["tokens"], options["sequence_length"])
     with reporter(console(stderr=True)) as show:
         report = validate_artifact(
             path,
             options["reference"],
-            options["text"],
-            options["tokens"],
-            options["sequence_length"],
+            text,
             show,
             options["engine"],
             options["engine_python"],

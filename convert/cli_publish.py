@@ -54,11 +54,13 @@ def explain(
     Example:
       convert explain output/gptq --reference examples/spark-tiny --plot gptq.png
     """
+    from convert.against import TextChoice
     from convert.explain import explain_artifact, print_explanation
     from convert.terminal import reporter
 
+    on = TextChoice(text, tokens, sequence_length)
     with reporter(console(stderr=True)) as show:
-        found = explain_artifact(artifact, reference, text, tokens, sequence_length, linears, budget, plot, show)
+        found = explain_artifact(artifact, reference, on, linears, budget, plot, show)
     if as_json:
         click.echo(json.dumps(found, indent=2))
     else:

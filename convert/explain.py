@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,17 +9,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from convert.prepare import read_text, validation_settings
+from convert.against import TextChoice, opened_against
 from convert.terminal import Reporter
-from convert.validate import check_same_model, recorded_validation
-from export.artifact import Artifact
-from export.phone.artifact import is_phone
+from export.opened import open_artifact
 from models.errors import BadInput
-from models.opened import open_model
-from models.source import open_source
-from models.tokenizer import load_tokenizer
+from validate.explain import explain
 
-TOKENS, CHECKED, BUDGET = 2048, 8, 0.25
 PICTURES = (".png", ".svg")
 # Linears in the table; all of them are in the JSON.
 SHOWN = 10
@@ -29,9 +23,7 @@ SHOWN = 10
 def explain_artifact(
     folder: Path,
     reference: str,
-    text: Path | None,
-    tokens: int,
-    sequence_length: int | None,
+    text: TextChoice,
     checked: int,
     budget: float,
     picture: Path | None,
@@ -40,8 +32,6 @@ def explain_artifact(
     """Ranks an artifact's parts, and draws them; see `validate.explain`.
 
     Args:
-        text: a text file; None takes the data set that the artifact's ledger names.
-        sequence_length: None takes the ledger's.
         picture: a file to draw into.
 
     Raises:
@@ -49,30 +39,10 @@ def explain_artifact(
     """
     if picture is not None and picture.suffix not in PICTURES:
         raise BadInput(f"--plot {picture}: expected a name that ends with {' or '.join(PICTURES)}")
-    if is_phone(folder):
-        raise BadInput(
-            f"{folder}: format phone: its graph has no layers that can be restored; explain takes the others"
-        )
-    artifact = Artifact(folder)
+    artifact = open_artifact(folder)
     artifact.check()
-    recorded = (artifact.ledger.validation or {}).get("settings")
-    with tempfile.TemporaryDirectory(prefix="convert-") as scratch:
-        work = Path(scratch)
-        model = open_model(open_source(reference, base=Path.cwd(), side_folder=work / "tokenizer"))
-        check_same_model(artifact, model.checkpoint.config, reference)
-        config = recorded_validation(artifact.folder, recorded, text, tokens, sequence_length)
-        base = Path.cwd() if text is not None else artifact.folder
-        settings = validation_settings(
-            config,
-            read_text(config.dataset, base, work / "datasets"),
-            load_tokenizer(model.checkpoint),
-            model,
-            artifact.dtype,
-        )
-        # torch and the models' code only now: a mistake above needs neither.
-        from validate.explain import explain
-
-        found = explain(model, artifact, settings.windows.ids, checked, budget, show)
+    with opened_against(artifact, reference, text) as against:
+        found = explain(against.model, artifact, against.settings.windows.ids, checked, budget, show)
     if picture is not None:
         from validate.explain_picture import draw
 
@@ -105,6 +75,8 @@ def print_explanation(found: Mapping[str, Any], console: Console) -> None:
         how = "measured" if entry["measured"] else "estimated"
         change = ", ".join(f"{key}: {value}" for key, value in entry["change"].items())
         lines.append(f"{change}: buys back {entry['kl']:.4g} of the KL ({how}) for {cost}")
+    if found["activations"] is not None:
+        lines += _activations(found["activations"])
     if found["untried"]:
         lines.append(f"not estimated, for the same bits: method {', '.join(found['untried'])}")
     for line in lines:
@@ -112,6 +84,18 @@ def print_explanation(found: Mapping[str, Any], console: Console) -> None:
     if found["advice"]:
         console.print("most for each bit:", highlight=False)
         console.print(found["advice"][0]["yaml"], highlight=False, markup=False, soft_wrap=True, end="")
+
+
+def _activations(found: Mapping[str, Any]) -> list[str]:
+    """What a phone's parts are not of."""
+    lines = ["these are the weights' parts: what rounding of activations adds is in none of them"]
+    if found["graphs_kl"] is not None:
+        lines.append(
+            f"when it was validated, the weights' KL was {found['weights_kl']:.4g}, and that of the graphs, which round"
+            f" activations, {found['graphs_kl']:.4g} against the source in float32 ({found['engine']},"
+            f" {found['tokens']} tokens)"
+        )
+    return lines
 
 
 def _inside(found: Mapping[str, Any], name: str) -> bool:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from ruamel.yaml import YAML
 
-from calibrate.grid import BITS
-from export.ledger import LinearRow
+from calibrate.grid import Grid
+from export.phone.options import PhoneOptions
 from models.family import Family, Linear
 
 
@@ -35,18 +35,16 @@ class Skip:
         return self.kl / self.extra_bits
 
 
-def extra_bits(linear: Linear, row: LinearRow, dtype: torch.dtype) -> float:
+def extra_bits(linear: Linear, grid: Grid, dtype: torch.dtype) -> float:
     """Bits that a quantised linear would cost more in a dtype of the model."""
-    stored = torch.finfo(dtype).bits
-    zero = {"none": 0, "float": stored, "integer": BITS}[row.zero]
-    return linear.weights * (stored - BITS - (stored + zero) / row.group_size)
+    return linear.weights * (torch.finfo(dtype).bits - grid.bits_per_weight)
 
 
 def skips(
     family: Family,
     linears: Sequence[Linear],
     parts: Mapping[str, float],
-    rows: Mapping[str, LinearRow],
+    grids: Mapping[str, Grid],
     dtype: torch.dtype,
 ) -> list[Skip]:
     """Every smallest set of linears that can be left unquantised, best first.
@@ -54,7 +52,7 @@ def skips(
     Args:
         linears: quantised ones.
         parts: the divergence attributed to each, by full name.
-        rows: of the ledger, by linear.
+        grids: of each.
     """
     shard_of = {name: shard for shard in family.shards for name in shard}
     groups: dict[tuple[Any, ...], list[Linear]] = {}
@@ -65,7 +63,7 @@ def skips(
         Skip(
             tuple(linear.name for linear in group),
             sum(parts[linear.name] for linear in group),
-            sum(extra_bits(linear, rows[linear.name], dtype) for linear in group),
+            sum(extra_bits(linear, grids[linear.name], dtype) for linear in group),
         )
         for group in groups.values()
     ]
@@ -101,17 +99,9 @@ def to_yaml(target: Mapping[str, Any], skip: Sequence[str] = (), **changes: Any)
     Args:
         skip: patterns; those that the target has already stay.
     """
-    entry = {
-        "name": target["name"],
-        "format": target["format"],
-        "group_size": target["group_size"],
-        "method": list(target["method"]),
-        "lm_head": "quantize" if target["quantize_head"] else "keep",
-        **({"zero": target["zero"]} if target["format"] == "tinygemm" and target["zero"] != "none" else {}),
-        **({"symmetric": True} if target["format"] == "tinygemm" and target["zero"] == "none" else {}),
-        **changes,
-    }
-    every = [*target["skip"], *skip]
+    entry = _phone_entry(target) if target["format"] == "phone" else _entry(target)
+    entry |= changes
+    every = [*target.get("skip", ()), *skip]
     if every:
         entry["skip"] = every
     writer = YAML()
@@ -119,3 +109,25 @@ def to_yaml(target: Mapping[str, Any], skip: Sequence[str] = (), **changes: Any)
     stream = io.StringIO()
     writer.dump({"targets": [entry]}, stream)
     return stream.getvalue()
+
+
+def _entry(target: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "name": target["name"],
+        "format": target["format"],
+        "group_size": target["group_size"],
+        "method": list(target["method"]),
+        "lm_head": "quantize" if target["quantize_head"] else "keep",
+        **({"zero": target["zero"]} if target["format"] == "tinygemm" and target["zero"] != "none" else {}),
+        **({"symmetric": True} if target["format"] == "tinygemm" and target["zero"] == "none" else {}),
+    }
+
+
+def _phone_entry(target: Mapping[str, Any]) -> dict[str, Any]:
+    """With the options that are not as they are unless the file says more."""
+    usual = asdict(PhoneOptions())
+    chosen = {key: value for key, value in target["options"].items() if value != usual[key] and key != "parts"}
+    chosen = {key: list(value) if key == "i_know" else value for key, value in chosen.items()}
+    parts = target["options"]["parts"]
+    split = {"split": {"parts": parts}} if parts != usual["parts"] else {}
+    return {"name": target["name"], "format": target["format"], "method": list(target["method"]), **chosen, **split}

@@ -7,7 +7,7 @@ that energy changes when some of its rows are quantised in the other way. An est
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -74,9 +74,9 @@ def alternatives(
     rows: Mapping[str, LinearRow],
     parts: Mapping[str, float],
     moments: Mapping[str, torch.Tensor],
-    layout: Layout,
+    grids: Mapping[str, Grid],
+    layout: Layout | None,
     read: Reader,
-    dtype: torch.dtype,
 ) -> list[Alternative]:
     """Smaller groups and other methods, where the layout takes them, each alone.
 
@@ -85,8 +85,9 @@ def alternatives(
         rows: of the ledger, by linear.
         parts: the divergence attributed to each.
         moments: as from `observed_hidden`.
+        grids: of each linear.
+        layout: None where every linear has one group a row.
         read: the source's tensors by the model's names.
-        dtype: of stored scales.
     """
     changes = _changes(linears, rows, layout)
     if not changes:
@@ -99,22 +100,22 @@ def alternatives(
         weight = weight[:: max(1, len(weight) // ROWS)].float()
         found = moments.get(linear.module)
         inputs = None if found is None else Inputs(found)
-        now = Grid(row.group_size, row.zero, dtype)  # type: ignore[arg-type]
-        names = _simple(row.method)
+        now, names = grids[linear.name], _simple(row.method)
         before = choose(weight, now, names, inputs).error
         for index, change in enumerate(changes):
-            grid = Grid(change.get("group_size", row.group_size), now.zero, dtype)
+            grid = replace(now, group_size=change.get("group_size", now.group_size))
             after = choose(weight, grid, change.get("method", names), inputs).error
             kl[index] += parts[linear.name] * (1 - (after / before) ** 2 if before else 0)
             bits[index] += (grid.bits_per_weight - now.bits_per_weight) * linear.weights
     return [Alternative(change, *found) for change, *found in zip(changes, kl, bits, strict=True)]
 
 
-def _changes(linears: Sequence[Linear], rows: Mapping[str, LinearRow], layout: Layout) -> list[dict[str, Any]]:
+def _changes(linears: Sequence[Linear], rows: Mapping[str, LinearRow], layout: Layout | None) -> list[dict[str, Any]]:
     sizes = [
         size
         for size in GROUP_SIZES
-        if all(
+        if layout is not None
+        and all(
             size < rows[linear.name].group_size
             and linear.columns % size == 0
             and not layout.shape_problems(linear.rows, linear.columns, size)

@@ -3,19 +3,29 @@
 Layers, and the linears that cause most, are *restored*: measured with the source's weights in their place. Every
 linear's part is *attributed* by one backward pass (see `validate.sensitivity`), whose parts sum to the whole; how well
 the two agree is in the result.
+
+Of a phone artifact these are the weights' parts: the source is taken in the weights that its graphs hold (norms folded,
+the residual stream rotated: the same function), and what rounding of activations adds stands beside them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
+from calibrate.grid import Grid
 from calibrate.replay import Replay
-from export.artifact import Artifact, Expansion
+from export.artifact import Expansion
 from export.ledger import LinearRow
+from export.opened import AnyArtifact
+from export.phone.artifact import PhoneArtifact
+from export.phone.expand import PhoneExpansion
+from export.phone.options import REWRITES
+from export.phone.weights import int8_grid, phone_linears, rewritten
+from models.checkpoint import Checkpoint
 from models.errors import BadInput
 from models.family import Linear
 from models.opened import OpenedModel
@@ -53,15 +63,17 @@ class Subject:
     """What is explained.
 
     Attributes:
+        model: the source, in the weights that the artifact holds but for rounding.
         rewritten: layers whose weights were rewritten; None is the head.
-        rows: of the ledger, by linear.
+        rows, grids: of the ledger, by linear.
     """
 
     model: OpenedModel
-    artifact: Artifact
-    expansion: Expansion
+    artifact: AnyArtifact
+    expansion: Checkpoint
     rewritten: frozenset[int | None]
     rows: Mapping[str, LinearRow]
+    grids: Mapping[str, Grid]
 
     @property
     def linears(self) -> list[Linear]:
@@ -74,7 +86,7 @@ class Subject:
 
 
 def explain(
-    model: OpenedModel, artifact: Artifact, windows: torch.Tensor, checked: int, budget: float, progress: Progress
+    model: OpenedModel, artifact: AnyArtifact, windows: torch.Tensor, checked: int, budget: float, progress: Progress
 ) -> dict[str, Any]:
     """Ranks an artifact's parts, as JSON values (see README: which layer hurts).
 
@@ -82,17 +94,20 @@ def explain(
         model: the source.
         windows: int64 [windows, tokens], of text that calibration did not see.
         checked: how many linears are restored too, those with the largest parts first.
-        budget: bits per weight that linears which are left unquantised may cost, on the mean over the quantised ones.
+        budget: bits per weight that linears which are left unquantised may cost, on the mean over the quantised ones;
+            a phone's stay quantised.
 
     Raises:
         BadInput: when the artifact's layers cannot be restored one at a time.
     """
     subject = _subject(model, artifact)
-    dtype, family, expansion = artifact.dtype, model.family, subject.expansion
+    model, expansion = subject.model, subject.expansion
+    dtype, family, phone = artifact.dtype, model.family, isinstance(artifact, PhoneArtifact)
     hidden, moments = observed_hidden(model, windows, dtype, lambda d, t: progress("reference", d, t))
     parts = attribute(model, expansion, hidden, windows, dtype, lambda d, t: progress("attribute", d, t))
     ranked = sorted(subject.linears, key=lambda linear: -parts[linear.name])
-    chosen = choose(skips(family, ranked, parts, subject.rows, dtype), budget, subject.weights)
+    candidates = [] if phone else skips(family, ranked, parts, subject.grids, dtype)
+    chosen = choose(candidates, budget, subject.weights)
     inside = [linear.name for linear in ranked if linear.layer is not None][:checked]
     skipped = frozenset(name for skip in chosen for name in skip.linears)
     wanted = [
@@ -106,9 +121,9 @@ def explain(
     falls = [kl - other for other in others]
     by_layer = falls[: model.dimensions.layers]
     restored = dict(zip([family.head, *inside], falls[model.dimensions.layers : -1], strict=True))
-    others_estimated = alternatives(
-        subject.linears, subject.rows, parts, moments, artifact.layout, Replay(model.checkpoint, dtype).read, dtype
-    )
+    layout = None if isinstance(artifact, PhoneArtifact) else artifact.layout
+    read = Replay(model.checkpoint, dtype).read
+    others_estimated = alternatives(subject.linears, subject.rows, parts, moments, subject.grids, layout, read)
     return {
         "artifact": artifact.ledger.target["name"],
         "source": model.checkpoint.name,
@@ -120,12 +135,33 @@ def explain(
         "rewritten": [_layer_name(subject, layer) for layer in sorted(subject.rewritten, key=str)],
         "check": _check(subject, parts, restored, by_layer),
         "untried": untried(subject.rows),
+        "activations": _activations(artifact),
         "advice": _advice(subject, chosen, falls[-1] if chosen else 0.0, others_estimated),
     }
 
 
-def _subject(model: OpenedModel, artifact: Artifact) -> Subject:
-    expansion = Expansion(artifact)
+def _activations(artifact: AnyArtifact) -> dict[str, Any] | None:
+    """What rounding of activations adds to the divergence, as far as the last validation ran a phone's graphs; None for
+    formats whose engines the parts are of, or almost."""
+    if not isinstance(artifact, PhoneArtifact):
+        return None
+    report = (artifact.ledger.validation or {}).get("report") or {}
+    engine = report.get("engine", {})
+    return {
+        "weights_kl": report.get("kl"),
+        "graphs_kl": engine.get("kl"),
+        "engine": engine.get("name"),
+        "tokens": engine.get("tokens"),
+    }
+
+
+def _subject(model: OpenedModel, artifact: AnyArtifact) -> Subject:
+    expansion: Checkpoint
+    if isinstance(artifact, PhoneArtifact):
+        view = rewritten(model, tuple(artifact.ledger.target["method"]))
+        model, expansion = replace(view, linears=phone_linears(view)), PhoneExpansion(artifact)
+    else:
+        expansion = Expansion(artifact)
     rows = {row.linear: row for tensor in artifact.ledger.tensors for row in tensor.linears}
     name = f"{model.family.embedding}.weight"
     if _change(model, expansion, name) > REWRITTEN_NORM:
@@ -133,10 +169,19 @@ def _subject(model: OpenedModel, artifact: Artifact) -> Subject:
             f"{expansion.name}: {name} is not the source's: the method `rotate` turned the hidden states, so that no"
             " layer can be restored alone; explain a build without it"
         )
-    return Subject(model, artifact, expansion, _rewritten(model, expansion), rows)
+    return Subject(model, artifact, expansion, _rewritten(model, expansion), rows, _grids(artifact, rows))
 
 
-def _rewritten(model: OpenedModel, expansion: Expansion) -> frozenset[int | None]:
+def _grids(artifact: AnyArtifact, rows: Mapping[str, LinearRow]) -> dict[str, Grid]:
+    if isinstance(artifact, PhoneArtifact):
+        return {name: int8_grid(row.group_size) for name, row in rows.items()}
+    return {
+        name: Grid(row.group_size, row.zero, artifact.dtype)  # type: ignore[arg-type]
+        for name, row in rows.items()
+    }
+
+
+def _rewritten(model: OpenedModel, expansion: Checkpoint) -> frozenset[int | None]:
     """Layers whose weights were rewritten (channels rescaled, norms folded): as a whole they are still the source's,
     their linears one by one are not."""
     found: set[int | None] = set()
@@ -152,7 +197,7 @@ def _rewritten(model: OpenedModel, expansion: Expansion) -> frozenset[int | None
     return frozenset(found)
 
 
-def _change(model: OpenedModel, expansion: Expansion, name: str) -> float:
+def _change(model: OpenedModel, expansion: Checkpoint, name: str) -> float:
     """Relative Frobenius norm of a tensor's change."""
     before, after = model.checkpoint.read(name).float(), expansion.read(name).float()
     return float(torch.linalg.vector_norm(after - before) / torch.linalg.vector_norm(before).clamp_min(1e-30))
@@ -165,14 +210,14 @@ def _layer_name(subject: Subject, layer: int | None) -> str:
 
 def _linear(subject: Subject, linear: Linear, parts: Mapping[str, float], restored: Mapping[str, float]) -> Part:
     row = subject.rows[linear.name]
-    extra = extra_bits(linear, row, subject.artifact.dtype)
+    extra = extra_bits(linear, subject.grids[linear.name], subject.artifact.dtype)
     return Part(linear.name, parts[linear.name], restored.get(linear.name), row.error, extra)
 
 
 def _layer(subject: Subject, layer: int, parts: Mapping[str, float], fall: float) -> Part:
     linears = [x for x in subject.model.linears if x.layer == layer and x.name in subject.rows]
     attributed = None if layer in subject.rewritten else sum(parts[linear.name] for linear in linears)
-    extra = sum(extra_bits(linear, subject.rows[linear.name], subject.artifact.dtype) for linear in linears)
+    extra = sum(extra_bits(linear, subject.grids[linear.name], subject.artifact.dtype) for linear in linears)
     return Part(_layer_name(subject, layer), attributed, fall, None, extra)
 
 
@@ -202,7 +247,8 @@ def _advice(subject: Subject, chosen: Sequence[Skip], fall: float, others: Seque
         head = {"lm_head": "keep"} if any(family.head in skip.linears for skip in chosen) else {}
         skip = patterns(chosen, family)
         found.append(({**({"skip": skip} if skip else {}), **head}, fall, sum(c.extra_bits for c in chosen), True))
-    found += [(dict(other.change), other.kl, other.extra_bits, False) for other in others if other.kl > 0]
+    before = [name for name in target["method"] if name in REWRITES]
+    found += [(_after(before, other.change), other.kl, other.extra_bits, False) for other in others if other.kl > 0]
     entries = [
         {
             "change": change,
@@ -214,6 +260,11 @@ def _advice(subject: Subject, chosen: Sequence[Skip], fall: float, others: Seque
         for change, kl, bits, measured in found
     ]
     return sorted(entries, key=_rank)
+
+
+def _after(before: Sequence[str], change: Mapping[str, Any]) -> dict[str, Any]:
+    """A change whose method, where it has one, comes after the rewrites of the target."""
+    return {key: [*before, *value] if key == "method" else value for key, value in change.items()}
 
 
 def _rank(entry: Mapping[str, Any]) -> tuple[bool, float]:

@@ -144,7 +144,7 @@ def w4a8_linear(x: torch.Tensor, q: Quantized, bias: torch.Tensor | None) -> tor
 @contextmanager
 def bf16_products() -> Iterator[None]:
     """fp32 matrix products of bf16 factors with fp32 sums, where the machine has instructions for them."""
-    matmul = torch.backends.mkldnn.matmul
+    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = matmul.fp32_precision
     matmul.fp32_precision = "bf16"
     try:

@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from ruamel.yaml import YAML
 from transformers import AutoModelForCausalLM
 
 import export.phone.structure
 from convert.config import load
 from convert.estimate import estimate
 from convert.prepare import prepare
+from convert.target import Target
 from export.opened import open_artifact
 from export.phone.artifact import PhoneArtifact
 from export.phone.plan import PhonePlan
@@ -139,6 +141,29 @@ def test_validate_measures_the_same_again_and_runs_the_engine_by_itself(finished
     assert entry["engine"]["snr_db"] == target(finished)["engine"]["snr_db"]
     (ran,) = entry["engines"]
     assert ran["name"] == "onnxruntime" and ran["against"] == "the expanded weights" and ran["gap"] < 0.05
+
+
+def test_explain_ranks_the_weights_and_says_what_activations_add(finished: Path) -> None:
+    """The rotated model is compared with the rotated source, linear by linear, those too that other formats keep."""
+    arguments = ("explain", finished / "output" / "phone", "--reference", finished / "model", "--linears", 2)
+    tokens = ("--tokens", LENGTH * WINDOWS)
+    result = invoke(*arguments, *tokens, "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["rewritten"] == [] and len(found["linears"]) == 2 * 8 + 1
+    assert {"model.layers.1.self_attn.g_proj", "lm_head"} <= {linear["name"] for linear in found["linears"]}
+    assert found["kl"] > 0 and found["check"]["correlation"] > 0.9
+    engine = target(finished)["engine"]
+    assert found["activations"]["graphs_kl"] == engine["kl"]
+    changes = {entry["yaml"]: entry["change"] for entry in found["advice"]}
+    assert [change for change in changes.values()] == [{"method": ["rotate", "search"]}]
+    for yaml in changes:
+        (written,) = YAML(typ="safe").load(yaml)["targets"]
+        assert Target.model_validate(written).phone_options == Target.model_validate(PHONE).phone_options
+        assert written["method"] == ["rotate", "search"]
+    shown = invoke(*arguments, *tokens).output
+    assert "what rounding of activations adds is in none of them" in shown
+    assert f"{engine['kl']:.4g} against the source in float32" in shown
 
 
 def test_texts_longer_than_the_context_are_not_measured_and_say_so(finished: Path) -> None:
