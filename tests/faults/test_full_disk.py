@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
 from calibrate.quantize import quantize
 from convert.store import LOCK
 from export.artifact import Artifact
+from models.errors import EnvironmentProblem
 from tests.runs import TARGETS, content, invoke, project, settings, write_yaml
+from tests.validate.test_history import entry
+from validate.history import History
 
 FULL = "error: the disk is full"
 
@@ -32,6 +37,15 @@ class Disk:
         )
         if done.returncode:
             pytest.skip(f"a small tmpfs cannot be mounted here (that needs root): {done.stderr.strip()}")
+
+    def fill(self, left: int = 0) -> Path:
+        """Another file takes the room, but for ``left`` bytes; returns it."""
+        other = self.folder / "other"
+        with other.open("wb", buffering=0) as file, pytest.raises(OSError):
+            while True:
+                file.write(b"x" * 4096)
+        os.truncate(other, other.stat().st_size - left)
+        return other
 
 
 @pytest.fixture
@@ -125,12 +139,10 @@ def test_another_file_that_takes_the_room_meanwhile_ends_the_run_the_same_way(
     fresh: Path, disk: Disk, weights: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk.mount("4m")
-    yaml, other = prepare(fresh, disk, "output"), disk.folder / "other"
+    yaml = prepare(fresh, disk, "output")
 
     def fill(*arguments: Any) -> None:
-        with other.open("wb", buffering=0) as file, pytest.raises(OSError):
-            while True:
-                file.write(b"x" * 4096)
+        disk.fill()
         quantize(*arguments)
 
     with monkeypatch.context() as patch:
@@ -138,9 +150,60 @@ def test_another_file_that_takes_the_room_meanwhile_ends_the_run_the_same_way(
         result = invoke("run", yaml)
     assert result.exit_code == 3 and FULL in result.stderr
     assert sorted(path.name for path in (disk.folder / "output").iterdir()) == [LOCK, "run.json"]
-    other.unlink()
+    (disk.folder / "other").unlink()
     assert invoke("run", yaml).exit_code == 0
     assert _weights(disk.folder / "output" / "gptq") == weights
+
+
+def test_a_history_whose_disk_is_full_stays_as_it_was(fresh: Path, disk: Disk) -> None:
+    disk.mount("1m")
+    folder, file = shutil.copytree(fresh, disk.folder.parent / "p"), disk.folder / "history.sqlite"
+    validation = settings()["validation"] | {"history": str(file)}
+    yaml = write_yaml(folder, settings(targets=[TARGETS[0]], validation=validation))
+    assert invoke("run", yaml).exit_code == 0
+    before, other = file.read_bytes(), disk.fill()
+    result = invoke("nightly", yaml)
+    assert result.exit_code == 3 and FULL in result.stderr and str(file) in result.stderr, result.output
+    assert "Traceback" not in result.output
+    assert file.read_bytes() == before and {path.name for path in disk.folder.iterdir()} == {file.name, other.name}
+    assert len(History(file).entries()) == 1
+    other.unlink()
+    assert invoke("nightly", yaml).exit_code == 0
+    assert len(History(file).entries()) == 2
+
+
+def test_wherever_an_append_runs_out_of_room_nothing_of_it_stays(disk: Disk) -> None:
+    """In the journal, in the file, or nowhere: an entry that takes some thirty pages, with room for fewer and fewer."""
+    disk.mount("1m")
+    history = History(disk.folder / "history.sqlite")
+    history.append([entry(run="first")])
+    before = history.path.read_bytes()
+    for left in range(0, 28, 3):
+        other = disk.fill(left * 4096)
+        with pytest.raises(EnvironmentProblem, match="the disk is full while writing .*history.sqlite"):
+            history.append([entry(run="second", nll=(1.2345678901234567,) * 6000)])
+        assert history.path.read_bytes() == before
+        assert {path.name for path in disk.folder.iterdir()} == {"history.sqlite", other.name}
+        other.unlink()
+    history.append([entry(run="second")])
+    assert [found.run for found in history.entries()] == ["first", "second"]
+
+
+@pytest.mark.parametrize("left", [0, 8192])
+def test_reports_whose_disk_is_full_are_the_old_ones_or_whole(fresh: Path, disk: Disk, left: int) -> None:
+    disk.mount("4m")
+    yaml, output = prepare(fresh, disk, "output"), disk.folder / "output"
+    assert invoke("run", yaml).exit_code == 0
+    before, other = content(output), disk.fill(left)
+    result = invoke("validate", yaml)
+    assert result.exit_code == 3 and FULL in result.stderr and "Traceback" not in result.output
+    after = content(output)
+    changed = {name for name in before if after[name] != before[name]}
+    # With a little room the first of the files, which is small, is the new one; the history has no run without them.
+    assert after.keys() == before.keys() and changed == ({"junit.xml"} if left else set())
+    assert ElementTree.parse(output / "junit.xml").getroot().tag == "testsuites"
+    other.unlink()
+    assert invoke("validate", yaml).exit_code == 0
 
 
 @pytest.fixture
