@@ -12,13 +12,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
 from calibrate.grid import check_finite
 from calibrate.rotation import Rotation
-from models.checkpoint import Checkpoint, TensorInfo
+from models.checkpoint import Checkpoint, TensorInfo, View
 from models.errors import BadInput
 from models.family import Linear, Links
 from models.opened import OpenedModel
@@ -28,7 +27,7 @@ Read = Callable[[str], torch.Tensor]
 Edit = Callable[[torch.Tensor, Read], torch.Tensor]
 
 
-class Rewritten(Checkpoint):
+class Rewritten(View):
     """A checkpoint whose tensors are edited when they are read.
 
     Args:
@@ -47,9 +46,9 @@ class Rewritten(Checkpoint):
         dtype: torch.dtype,
         copies: Mapping[str, str] | None = None,
     ) -> None:
-        self.base, self.edits, self.what, self.dtype = base, dict(edits), what, dtype
+        super().__init__(base)
+        self.edits, self.what, self.dtype = dict(edits), what, dtype
         self.copies = dict(copies or {})
-        self.name = base.name
         self.config = {k: v for k, v in base.config.items() if k != "torch_dtype"}
         self.config["dtype"] = str(dtype).removeprefix("torch.")
         if self.copies:
@@ -87,12 +86,6 @@ class Rewritten(Checkpoint):
     def copied(self, name: str) -> bool:
         """Whether the source has no such tensor."""
         return name in self.copies or (isinstance(self.base, Rewritten) and self.base.copied(name))
-
-    def side_files(self) -> dict[str, Path]:
-        return self.base.side_files()
-
-    def skipped_files(self) -> dict[str, str]:
-        return self.base.skipped_files()
 
     def hashes(self) -> dict[str, str]:
         """The base's files and, under ``rewritten``, the hash of all rewrites down to it."""

@@ -84,6 +84,26 @@ class Checkpoint(ABC):
         """SHA-256 of every file that decides the content, by file name."""
 
 
+class View(Checkpoint):
+    """Another checkpoint seen otherwise: whatever a subclass does not say is the other's, files included."""
+
+    def __init__(self, base: Checkpoint) -> None:
+        self.base = base
+        self.name, self.config, self.tensors = base.name, base.config, base.tensors
+
+    def read(self, name: str) -> torch.Tensor:
+        return self.base.read(name)
+
+    def side_files(self) -> dict[str, Path]:
+        return self.base.side_files()
+
+    def skipped_files(self) -> dict[str, str]:
+        return self.base.skipped_files()
+
+    def hashes(self) -> dict[str, str]:
+        return self.base.hashes()
+
+
 class Folder(Checkpoint):
     """A folder with ``config.json`` and ``model.safetensors``, or shards and their index.
 

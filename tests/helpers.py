@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from tokenizers.models import BPE
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
 import models.spark2_5  # noqa: F401 - registers the family with transformers
+from models.checkpoint import Checkpoint, View
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = ROOT / "examples" / "text" / "evaluation.txt"
@@ -123,3 +125,27 @@ def tokenizer_files() -> dict[str, bytes]:
 def tokens(*shape: int, seed: int = 0) -> torch.Tensor:
     """Random token ids without special ones."""
     return torch.randint(3, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Changed(View):
+    """A checkpoint with other values in some tensors."""
+
+    def __init__(self, base: Checkpoint, change: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(base)
+        self.change = change
+
+    def read(self, name: str) -> torch.Tensor:
+        return self.change(name, self.base.read(name))
+
+
+class NoFiles(Checkpoint):
+    """A checkpoint of which there are no files; a subclass says what it holds."""
+
+    def side_files(self) -> dict[str, Path]:
+        return {}
+
+    def skipped_files(self) -> dict[str, str]:
+        return {}
+
+    def hashes(self) -> dict[str, str]:
+        return {}

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFWriter, dequantize
 
-from models.checkpoint import Checkpoint, TensorInfo
+from models.checkpoint import Checkpoint, TensorInfo, View
 from models.errors import EnvironmentProblem
 from models.family import Family, Linear
 from models.opened import OpenedModel
@@ -172,13 +172,13 @@ def write(mix: Mix, model: OpenedModel, file: Path, progress: Callable[[int, int
     partial.replace(file)
 
 
-class GgufView(Checkpoint):
+class GgufView(View):
     """A file that `write` made, seen as the checkpoint that it was made from; tensors are dequantised when read."""
 
     def __init__(self, file: Path, source: Checkpoint) -> None:
-        self.file, self.source = file, source
-        self.name, self.config = file.name, source.config
-        self.tensors: Mapping[str, TensorInfo] = {
+        super().__init__(source)
+        self.file, self.name = file, file.name
+        self.tensors = {
             name: TensorInfo(torch.float32, info.shape) for name, info in source.tensors.items() if name in self._stored
         }
 
@@ -207,12 +207,3 @@ class GgufView(Checkpoint):
         """How many tensors each type has, the matrices only."""
         kinds = (tensor.tensor_type.name for tensor in self._stored.values() if len(tensor.shape) == 2)
         return dict(Counter(kinds).most_common())
-
-    def side_files(self) -> dict[str, Path]:
-        return self.source.side_files()
-
-    def skipped_files(self) -> dict[str, str]:
-        return self.source.skipped_files()
-
-    def hashes(self) -> dict[str, str]:
-        return self.source.hashes()

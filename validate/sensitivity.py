@@ -9,14 +9,13 @@ the whole. This is the integral of the gradient along the straight path (integra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from calibrate.replay import Replay
-from models.checkpoint import Checkpoint, TensorInfo
+from models.checkpoint import Checkpoint, View
 from models.family import Linear
 from models.opened import OpenedModel
 from models.skeleton import Reader
@@ -24,7 +23,7 @@ from models.skeleton import Reader
 Progress = Callable[[int, int], None]
 
 
-class Midpoint(Checkpoint):
+class Midpoint(View):
     """The mean of an artifact's and its source's weights, fp32, under the artifact's names.
 
     Args:
@@ -32,22 +31,12 @@ class Midpoint(Checkpoint):
     """
 
     def __init__(self, artifact: Checkpoint, read: Reader) -> None:
-        self.artifact, self._read = artifact, read
-        self.name, self.config = "midpoint", artifact.config
-        self.tensors: Mapping[str, TensorInfo] = artifact.tensors
+        super().__init__(artifact)
+        self.name, self._read = "midpoint", read
 
     def read(self, name: str) -> torch.Tensor:
-        value = self.artifact.read(name)
+        value = self.base.read(name)
         return (value.float() + self._read(name).float()) / 2 if value.is_floating_point() else value
-
-    def side_files(self) -> dict[str, Path]:
-        return self.artifact.side_files()
-
-    def skipped_files(self) -> dict[str, str]:
-        return self.artifact.skipped_files()
-
-    def hashes(self) -> dict[str, str]:
-        return self.artifact.hashes()
 
 
 def attribute(

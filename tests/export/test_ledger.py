@@ -15,10 +15,11 @@ from calibrate.search import round_to_nearest
 from export.artifact import Artifact, Expansion, write
 from export.ledger import FILE, PACKAGES, Ledger, LinearRow, TensorRow, missing_rows
 from export.plan import make_plan
-from models.checkpoint import Checkpoint, TensorInfo
+from models.checkpoint import TensorInfo
 from models.errors import BadInput
 from models.families.phi3 import FAMILY
 from models.family import Dimensions, find_linears
+from tests.helpers import NoFiles
 from tests.workshop import Workshop, spec
 
 
@@ -96,7 +97,7 @@ def test_the_hashes_cover_every_file_but_the_ledger(workshop: Workshop) -> None:
     assert Artifact(folder).ledger.files.keys() == {path.name for path in folder.iterdir()} - {FILE}
 
 
-class Memory(Checkpoint):
+class Memory(NoFiles):
     """A checkpoint without files: phi3's fused projections, but with biases, as other families have them."""
 
     def __init__(self) -> None:
@@ -118,15 +119,6 @@ class Memory(Checkpoint):
 
     def read(self, name: str) -> torch.Tensor:
         return self.values[name]
-
-    def side_files(self) -> dict[str, Path]:
-        return {}
-
-    def skipped_files(self) -> dict[str, str]:
-        return {}
-
-    def hashes(self) -> dict[str, str]:
-        return {}
 
 
 @pytest.mark.parametrize("fused", [True, False])

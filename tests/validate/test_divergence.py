@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,32 +13,11 @@ from hypothesis import strategies as st
 
 from models.checkpoint import Checkpoint, Folder
 from models.skeleton import load_model
-from tests.helpers import tiny_checkpoint, tiny_tokenizer, tokens
+from tests.helpers import Changed, tiny_checkpoint, tiny_tokenizer, tokens
 from validate.divergence import Verdict, classify, describe, judge, resolution, summary, to_dict, token_text
 from validate.greedy import Continuations, Divergence, continue_greedily, divergences
 
 STEPS = 24
-
-
-class Changed(Checkpoint):
-    """A checkpoint with other values in some tensors."""
-
-    def __init__(self, source: Checkpoint, change: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
-        self.source, self.change = source, change
-        self.name, self.config, self.tensors = "changed", source.config, source.tensors
-        self.side_files, self.skipped_files, self.hashes = source.side_files, source.skipped_files, source.hashes
-
-    def read(self, name: str) -> torch.Tensor:
-        return self.change(name, self.source.read(name))
-
-    def side_files(self) -> dict[str, Path]:
-        return {}
-
-    def skipped_files(self) -> dict[str, str]:
-        return {}
-
-    def hashes(self) -> dict[str, str]:
-        return {}
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from export.plan import make_plan
 from models.checkpoint import Checkpoint, Folder
 from models.errors import BadInput
 from models.opened import OpenedModel, open_model
-from tests.helpers import tiny_checkpoint, tokens
+from tests.helpers import Changed, tiny_checkpoint, tokens
 from tests.workshop import Built, Workshop, spec
 from validate.advice import Skip, choose, patterns, to_yaml
 from validate.explain import explain
@@ -40,26 +39,6 @@ CASES = [
 
 def quiet(*_: Any) -> None:
     """Nobody watches."""
-
-
-class Mixed(Checkpoint):
-    """A checkpoint whose tensors may be replaced."""
-
-    def __init__(self, base: Checkpoint, change: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
-        self.base, self.change = base, change
-        self.name, self.config, self.tensors = "mixed", base.config, base.tensors
-
-    def read(self, name: str) -> torch.Tensor:
-        return self.change(name, self.base.read(name))
-
-    def side_files(self) -> dict[str, Path]:
-        return {}
-
-    def skipped_files(self) -> dict[str, str]:
-        return {}
-
-    def hashes(self) -> dict[str, str]:
-        return {}
 
 
 def kl(source: Checkpoint, other: Checkpoint, dtype: torch.dtype = torch.bfloat16) -> float:
@@ -98,14 +77,14 @@ def test_restoring_parts_is_what_a_checkpoint_of_both_gives(
     hidden = final_hidden(source, IDS, torch.bfloat16)
     found = restored_kl(model, expansion, hidden, IDS, wanted, torch.bfloat16, quiet)
     assert found[0] == pytest.approx(kl(source, expansion), rel=1e-6)
-    assert found[1] == pytest.approx(kl(source, Mixed(expansion, with_layer)), rel=1e-6)
-    assert found[2] == pytest.approx(kl(source, Mixed(expansion, with_linears)), rel=1e-6)
+    assert found[1] == pytest.approx(kl(source, Changed(expansion, with_layer)), rel=1e-6)
+    assert found[2] == pytest.approx(kl(source, Changed(expansion, with_linears)), rel=1e-6)
     assert found[3] == 0
     assert (found[4] != found[0]) == head
 
 
 @pytest.fixture(scope="module")
-def near(tmp_path_factory: pytest.TempPathFactory) -> tuple[OpenedModel, Mixed]:
+def near(tmp_path_factory: pytest.TempPathFactory) -> tuple[OpenedModel, Changed]:
     """A model, and a copy whose matrices differ a little."""
     model = open_model(Folder(tiny_checkpoint(tmp_path_factory.mktemp("near"), "spark2_5", num_hidden_layers=2)))
     linears = {f"{linear.module}.weight" for linear in model.linears}
@@ -114,10 +93,10 @@ def near(tmp_path_factory: pytest.TempPathFactory) -> tuple[OpenedModel, Mixed]:
         noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(len(name)))
         return tensor.float() * (1 + 0.01 * noise) if name in linears else tensor.float()
 
-    return model, Mixed(Mixed(model.checkpoint, lambda _, tensor: tensor.float()), change)
+    return model, Changed(Changed(model.checkpoint, lambda _, tensor: tensor.float()), change)
 
 
-def test_the_parts_sum_to_the_divergence(near: tuple[OpenedModel, Mixed]) -> None:
+def test_the_parts_sum_to_the_divergence(near: tuple[OpenedModel, Changed]) -> None:
     model, other = near
     hidden = final_hidden(model.checkpoint, IDS, torch.float32)
     parts = attribute(model, other, hidden, IDS, torch.float32, quiet)
@@ -125,7 +104,7 @@ def test_the_parts_sum_to_the_divergence(near: tuple[OpenedModel, Mixed]) -> Non
     assert sum(parts.values()) == pytest.approx(kl(model.checkpoint, other, torch.float32), rel=0.02)
 
 
-def test_a_part_is_the_derivative_half_way_along_its_change(near: tuple[OpenedModel, Mixed]) -> None:
+def test_a_part_is_the_derivative_half_way_along_its_change(near: tuple[OpenedModel, Changed]) -> None:
     model, other = near
     source, hidden = model.checkpoint, final_hidden(model.checkpoint, IDS, torch.float32)
     parts = attribute(model, other, hidden, IDS, torch.float32, quiet)
@@ -141,7 +120,7 @@ def test_a_part_is_the_derivative_half_way_along_its_change(near: tuple[OpenedMo
                     tensor[rows] += step * (last - first)[rows]
                 return tensor
 
-            return kl(source, Mixed(source, change), torch.float32)
+            return kl(source, Changed(source, change), torch.float32)
 
         assert parts[name] == pytest.approx(moved(0.5) - moved(-0.5), rel=0.02)
 
@@ -264,7 +243,7 @@ def test_a_yaml_keeps_what_the_target_says(workshop: Workshop) -> None:
     assert written["skip"] == ["mlp.up_proj", "mlp.down_proj"] and written["lm_head"] == "quantize"
 
 
-def test_replay_lets_gradients_through_only_where_they_are_asked_for(near: tuple[OpenedModel, Mixed]) -> None:
+def test_replay_lets_gradients_through_only_where_they_are_asked_for(near: tuple[OpenedModel, Changed]) -> None:
     replay = Replay(near[0].checkpoint, torch.float32)
     (hidden,) = replay.embed([IDS])
     hidden.requires_grad_(True)

@@ -13,7 +13,7 @@ import torch
 
 from calibrate.text import Windows
 from export.artifact import Artifact, Expansion
-from models.checkpoint import Checkpoint, Folder
+from models.checkpoint import Folder, View
 from models.errors import BadInput
 from models.opened import open_model
 from tests.helpers import tiny_checkpoint, tokens
@@ -201,14 +201,8 @@ def test_an_unquantised_copy_has_lost_nothing(workshop: Workshop, caches: Path, 
     """An artifact whose expansion is the source itself: ratio 1, nothing else lost."""
     artifact = Artifact(shutil.copytree(workshop.built("llama-tied", spec("gptq")).artifact.folder, tmp_path / "gptq"))
     model = workshop.model("llama-tied")
-
-    class Same(Checkpoint):
-        name, config, tensors = "same", model.checkpoint.config, model.checkpoint.tensors
-        read, side_files = model.checkpoint.read, model.checkpoint.side_files
-        skipped_files, hashes = model.checkpoint.skipped_files, model.checkpoint.hashes
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("validate.measure.expansion_of", lambda _: Same())
+        patch.setattr("validate.measure.expansion_of", lambda _: View(model.checkpoint))
         found = measured(workshop, caches, "llama-tied", artifact, settings(engine_windows=0))
     assert found.scores.perplexity_ratio == 1 and found.scores.snr_db == SNR_LIMIT_DB
     assert found.greedy["identical"] == PROMPTS and found.greedy["divergences"] == []

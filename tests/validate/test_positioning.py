@@ -14,11 +14,11 @@ from gguf import GGMLQuantizationType, GGUFReader, dequantize
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.checkpoint import Checkpoint, Folder, TensorInfo
+from models.checkpoint import Folder, TensorInfo
 from models.errors import EnvironmentProblem
 from models.opened import OpenedModel, open_model
 from models.skeleton import skeleton
-from tests.helpers import tiny_checkpoint
+from tests.helpers import NoFiles, tiny_checkpoint
 from tests.validate.test_measure import settings
 from validate.llama_cpp import MIXES, GgufView, bits, library_version, more_bits, tensor_types, write
 from validate.measure import measure_reference
@@ -65,7 +65,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, OpenedModel]:
     return {name: open_model(Folder(tiny_checkpoint(folder / name, **case))) for name, case in cases.items()}
 
 
-class Headers(Checkpoint):
+class Headers(NoFiles):
     """SmolLM2-135M without its weights."""
 
     def __init__(self) -> None:
@@ -86,15 +86,6 @@ class Headers(Checkpoint):
 
     def read(self, name: str) -> torch.Tensor:
         raise AssertionError("types are chosen by headers alone")
-
-    def side_files(self) -> dict[str, Path]:
-        return {}
-
-    def skipped_files(self) -> dict[str, str]:
-        return {}
-
-    def hashes(self) -> dict[str, str]:
-        return {}
 
 
 @pytest.fixture(scope="module")
