@@ -16,6 +16,7 @@ from convert.snippets import snippets
 from export.artifact import source_card
 from export.opened import AnyArtifact
 from export.phone.artifact import PhoneArtifact
+from validate.report import engine_ratio
 
 TEMPLATE = Path(__file__).parent / "templates" / "card.md.j2"
 
@@ -178,14 +179,9 @@ def _rows(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         ("perplexity", f"{report['perplexity']:.3f} ± {report['perplexity_se']:.3f}", f"{reference:.3f}"),
         ("ratio", f"{report['perplexity_ratio']:.4f} ± {report['perplexity_ratio_se']:.4f} (paired)", "1"),
     ]
-    if "perplexity_ratio" in engine:
-        rows.append(
-            (
-                f"ratio as the engine computes it: {_text(engine['name'])}",
-                f"{_number(engine['perplexity_ratio'])} ± {_number(engine['perplexity_ratio_se'])} (paired)",
-                "1",
-            )
-        )
+    if (computed := engine_ratio(engine)) is not None:
+        ratio, error = (_number(value) for value in computed)
+        rows.append((f"ratio as the engine computes it: {_text(engine['name'])}", f"{ratio} ± {error}", "1"))
     rows += [
         ("KL divergence, nats per token", _number(report["kl"]), "0"),
         ("same first choice", f"{report['top1']:.1%}", "100%"),

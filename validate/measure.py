@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -278,6 +279,7 @@ class Kernel:
             "kl": engine.kl,
             "tokens": engine.tokens,
             **_gap(engine.nll, scores, chosen),
+            **_on_all(engine, scores, chosen),
         }
 
 
@@ -304,6 +306,22 @@ def _host(
 def _gap(nll: Sequence[float], scores: Comparison, chosen: Sequence[int]) -> dict[str, float]:
     """Relative difference of an engine's perplexity from that of the expanded weights, on the chosen windows, and its
     paired standard error."""
-    lost = torch.tensor(nll, dtype=torch.float64) - torch.tensor([scores.nll[i] for i in chosen], dtype=torch.float64)
+    lost = _lost(nll, scores, chosen)
     mean = lost.mean()
     return {"gap": float(torch.expm1(mean).abs()), "gap_se": float(mean.exp()) * standard_error(lost)}
+
+
+def _on_all(engine: Comparison, scores: Comparison, chosen: Sequence[int]) -> dict[str, float]:
+    """The engine's perplexity ratio on all windows: the expanded weights' there, times what the engine adds on the
+    chosen ones. Its error is the two errors' together, and the engine's own where all windows are chosen."""
+    lost = _lost(engine.nll, scores, chosen)
+    added = float(lost.mean().exp())
+    ratio = scores.perplexity_ratio * added
+    se = math.hypot(scores.perplexity_ratio_se * added, ratio * standard_error(lost))
+    every = len(chosen) == scores.windows
+    return {"ratio_on_all": ratio, "ratio_on_all_se": engine.perplexity_ratio_se if every else se}
+
+
+def _lost(nll: Sequence[float], scores: Comparison, chosen: Sequence[int]) -> torch.Tensor:
+    """What each chosen window's loss is above that of the expanded weights, fp64 [chosen]."""
+    return torch.tensor(nll, dtype=torch.float64) - torch.tensor([scores.nll[i] for i in chosen], dtype=torch.float64)

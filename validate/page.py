@@ -15,7 +15,7 @@ from export.opened import AnyArtifact
 from validate.entry import Entry, entries_of
 from validate.gates import GateResult, failures
 from validate.pictures import Point, layer_errors, pareto, to_svg, trend
-from validate.report import gap_text
+from validate.report import engine_ratio, gap_text
 
 TEMPLATES = Path(__file__).with_name("templates")
 # What a row of another program's build may lack.
@@ -41,7 +41,13 @@ def to_page(report: Mapping[str, Any], artifacts: Sequence[AnyArtifact], earlier
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"figure": _figure, "bytes": _bytes, "visible": _visible, "gap": gap_text}
+    environment.filters |= {
+        "figure": _figure,
+        "bytes": _bytes,
+        "visible": _visible,
+        "gap": gap_text,
+        "engine_ratio": engine_ratio,
+    }
     ledgers = {str(artifact.ledger.target["name"]): artifact.ledger for artifact in artifacts}
     targets = [_target(target, report) for target in report["targets"]]
     return environment.get_template("report.html.j2").render(

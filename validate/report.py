@@ -198,8 +198,8 @@ def _with_error(value: float | None, error: float | None, digits: int) -> str:
 def _row(target: Mapping[str, Any]) -> list[str]:
     engine, gates = target["engine"], target["gates"]
     failed = len(failures(target))
-    measured = "perplexity_ratio" in engine
-    computed = _with_error(engine["perplexity_ratio"], engine["perplexity_ratio_se"], 4) if measured else "not measured"
+    ratio = engine_ratio(engine)
+    computed = _with_error(*ratio, 4) if ratio else "not measured"
     judged = f"{failed} failed" if failed else "passed" if gates else "none"
     return _figures(target, target["name"], target["format"], computed, judged)
 
@@ -266,6 +266,12 @@ def _long(found: Mapping[str, Any]) -> str:
         f" a needle {needle['distance']} tokens back is worth {figure(needle['gain'], 3)} nats a token,"
         f" {figure(needle['reference_gain'], 3)} to the reference"
     )
+
+
+def engine_ratio(engine: Mapping[str, Any]) -> tuple[float | None, float | None] | None:
+    """The perplexity ratio to show beside the expanded weights', with its error: on all tokens, where that is known."""
+    key = "ratio_on_all" if "ratio_on_all" in engine else "perplexity_ratio"
+    return (engine[key], engine[f"{key}_se"]) if key in engine else None
 
 
 def gap_text(engine: Mapping[str, Any]) -> str:

@@ -81,6 +81,7 @@ DIVERGENCE_KEYS = {
     *("margin_fp32", "artifact_margin_fp32", "noise", "reference_text", "text"),
 }
 ENGINE_KEYS = {"name", "perplexity", "perplexity_ratio", "perplexity_ratio_se", "kl", "tokens", "gap", "gap_se"}
+ENGINE_KEYS |= {"ratio_on_all", "ratio_on_all_se"}
 
 
 @pytest.fixture(scope="module", params=MODEL_TYPES)

@@ -105,7 +105,13 @@ def test_the_engine_may_be_scored_on_fewer_windows(workshop: Workshop, caches: P
     # Against the same windows of the expansion, not against all: windows 0 and 12 are the evenly spread ones.
     expected = sum(gptq.scores.nll[i] for i in (0, 12)) / 2
     engine = torch.tensor(fewer.engine["perplexity"]).double().log()
-    assert fewer.engine["gap"] == pytest.approx(abs(float((engine - expected).exp()) - 1), rel=1e-3)
+    added = float((engine - expected).exp())
+    assert fewer.engine["gap"] == pytest.approx(abs(added - 1), rel=1e-3)
+    assert gptq.engine["ratio_on_all"] == pytest.approx(gptq.engine["perplexity_ratio"], rel=1e-9)
+    assert gptq.engine["ratio_on_all_se"] == gptq.engine["perplexity_ratio_se"]
+    # What the engine adds there is told of all tokens, with the errors of both.
+    assert fewer.engine["ratio_on_all"] == pytest.approx(gptq.scores.perplexity_ratio * added, rel=1e-9)
+    assert fewer.engine["ratio_on_all_se"] > gptq.scores.perplexity_ratio_se
 
 
 def skipped(workshop: Workshop, caches: Path, artifact: Artifact, **changes: Any) -> str:

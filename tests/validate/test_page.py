@@ -118,7 +118,7 @@ def test_every_gate_engine_and_other_build_has_its_row(page: str) -> None:
     assert len(no_worse) == 2 and all(
         "not measured failed last: the history has no earlier run" in row for row in no_worse
     )
-    assert any(row.startswith("gptq runs in vllm 0.32.0 held perplexity 12.200, 1.67 % from") for row in rows)
+    assert any(row.startswith("gptq runs in vllm 0.32.0 held perplexity 12.200, 1.67% ± 0.20 from") for row in rows)
     assert any(row.startswith("gptq runs in gptqmodel 7.7 failed") for row in rows)
     assert "llama.cpp Q4_0 gguf not measured: libgguf is not installed" in rows
     assert any(row.startswith("llama.cpp Q4_K_M gguf 4.800 11.000 ± 0.100 1.1000 ± 0.0100") for row in rows)
