@@ -109,9 +109,9 @@ class Quantized:
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """The weight [N, K] that these numbers stand for, computed in fp32 and rounded once to ``dtype``."""
-        codes = grouped(self.codes, self.group_size).float()
         middle: float | torch.Tensor = self.middle if self.zero_points is None else self.zero_points.float()[..., None]
-        weight = (codes - middle) * self.scales.float()[..., None]
+        # In place: a tensor for each step takes three times as long.
+        weight = grouped(self.codes, self.group_size).float().sub_(middle).mul_(self.scales.float()[..., None])
         if self.zeros is not None:
             weight += self.zeros.float()[..., None]
         return weight.reshape(self.codes.shape).to(dtype)

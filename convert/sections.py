@@ -35,7 +35,7 @@ Peer = Literal[
     "llama.cpp:Q6_K",
 ]
 # One in so many tokens is scored by the engine as well, in windows enough to tell their spread.
-ENGINE_SHARE, ENGINE_WINDOWS = 8, 2
+ENGINE_SHARE, ENGINE_WINDOWS = 16, 2
 Count = Annotated[int, Field(ge=1)]
 # Windows of one token predict nothing.
 WindowLength = Annotated[int, Field(ge=2)]
@@ -144,7 +144,7 @@ class Validation(Section):
         sequence_length: tokens per window; windows do not overlap.
         tokens: how many are scored.
         engine: whether the engine's own arithmetic is scored too.
-        engine_tokens: how many the engine scores; unless given an eighth of `tokens`, as its arithmetic costs several
+        engine_tokens: how many the engine scores; unless given a sixteenth of `tokens`, as its arithmetic costs several
             times the weights' own, and at least two windows.
         engines: that run every artifact that they load, beside the arithmetic.
         bos: what stands before each window, of calibration text as well: what the tokenizer itself puts before a text

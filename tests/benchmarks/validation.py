@@ -5,13 +5,14 @@ else is `validate.measure` itself with the settings that a pipeline.yaml has unl
 engine's arithmetic on the tokens that `engine_tokens` is then, and greedy continuations, each part by the name that the
 progress bar gives it. It is measured in this process after a first pass over one window, so that nothing is imported or
 compiled in it. The artifacts are rounded to nearest; that changes nothing of the cost. SOURCE is anything that
-`model.source` takes; WINDOWS of 512 tokens of examples/text/evaluation.txt are scored. Exit code 1: a sum is above its
-bound.
+`model.source` takes; WINDOWS of 512 tokens of examples/text/evaluation.txt are scored.
+
+Scoring goes with the tokens, greedy continuations do not: each sum stands as it was measured, and for as many tokens as
+are scored unless a pipeline.yaml says more. Exit code 1: the latter is above its bound.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import tempfile
 import time
@@ -39,6 +40,8 @@ LENGTH, DTYPE = 512, torch.bfloat16
 FORMATS = ("gptq", "awq", "tinygemm")
 # Of an artifact and of the reference, in forward passes over the tokens.
 BOUND, REFERENCE_BOUND = 2.0, 1.0
+# Parts that do not go with the number of tokens.
+ONCE = ("other", "greedy")
 
 
 def build(model: OpenedModel, format: str, folder: Path) -> Artifact:
@@ -117,13 +120,21 @@ def main(source: str, count: int) -> int:
         print(f"{'one forward pass':34} {unit:7.1f} s  1.00", flush=True)
         above = False
 
+        usual = Validation.model_fields["tokens"].default / ids.numel()
+
         def show(what: str, seconds: dict[str, float], bound: float) -> None:
             nonlocal above
             for part, spent in seconds.items():
                 print(f"  {part:32} {spent:7.1f} s  {spent / unit:.2f}")
             total = sum(seconds.values())
-            above = above or total > bound * unit
-            print(f"{what:34} {total:7.1f} s  {total / unit:.2f}, bound {bound:.2f}", flush=True)
+            once = sum(spent for part, spent in seconds.items() if part.endswith(ONCE))
+            at_usual = (total - once) / unit + once / (unit * usual)
+            above = above or at_usual > bound
+            print(
+                f"{what:34} {total:7.1f} s  {total / unit:.2f}; at {usual * ids.numel():.0f} tokens {at_usual:.2f},",
+                end=" ",
+            )
+            print(f"bound {bound:.2f}", flush=True)
 
         found: list[Reference] = []
         cache = folder / "reference"
@@ -132,16 +143,14 @@ def main(source: str, count: int) -> int:
         show("the reference, once", seconds, REFERENCE_BOUND)
         for format in FORMATS:
             artifact = build(model, format, folder)
-            for windows in dict.fromkeys((0, settings.engine_windows)):
-                how = dataclasses.replace(settings, engine_windows=windows)
 
-                def work(parts: Parts, artifact: Artifact = artifact, how: Settings = how) -> None:
-                    measure(artifact, model.checkpoint, found[0], how, parts)
+            def work(parts: Parts, artifact: Artifact = artifact) -> None:
+                measure(artifact, model.checkpoint, found[0], settings, parts)
 
-                show(f"{format}, {'with' if windows else 'without'} the engine", parts_of(work), BOUND)
+            show(format, parts_of(work), BOUND)
     return int(above)
 
 
 if __name__ == "__main__":
-    source, count = [*sys.argv[1:], *("examples/spark-tiny", "16")[len(sys.argv) - 1 :]][:2]
+    source, count = [*sys.argv[1:], *("examples/spark-tiny", "40")[len(sys.argv) - 1 :]][:2]
     sys.exit(main(source, int(count)))

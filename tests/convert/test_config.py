@@ -151,7 +151,7 @@ def test_defaults_of_calibration_and_validation(tmp_path: Path) -> None:
     assert calibration and validation
     assert (calibration.samples, calibration.sequence_length, calibration.seed) == (64, 512, 0)
     assert (calibration.dataset.split, calibration.dataset.column) == ("train", "text")
-    assert (validation.tokens, validation.engine_tokens, validation.sequence_length) == (40960, 5120, 512)
+    assert (validation.tokens, validation.engine_tokens, validation.sequence_length) == (40960, 2560, 512)
     assert tuple(validation.greedy.model_dump().values()) == (16, 32, 32)
     assert set(validation.gates.model_dump().values()) == {None}
 
