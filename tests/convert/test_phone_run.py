@@ -228,10 +228,8 @@ def test_a_family_without_a_phone_export_is_refused_with_the_reason(
     assert "model_type 'spark2_5': there is no phone export for this family" in refused
 
 
-def test_commands_for_the_other_formats_refuse_a_phone_artifact(finished: Path) -> None:
+def test_engines_of_the_other_formats_refuse_a_phone_artifact(finished: Path) -> None:
     artifact = finished / "output" / "phone"
-    result = invoke("explain", artifact, "--reference", finished / "model")
-    assert result.exit_code == 2 and "format phone: " in result.output
     result = invoke("validate", artifact, "--reference", finished / "model", "--engine", "vllm")
     assert (
         result.exit_code == 2 and "runs artifacts of format gptq or awq or tinygemm; this one is phone" in result.output
