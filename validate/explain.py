@@ -4,8 +4,8 @@ Layers, and the linears that cause most, are *restored*: measured with the sourc
 linear's part is *attributed* by one backward pass (see `validate.sensitivity`), whose parts sum to the whole; how well
 the two agree is in the result.
 
-Of a phone artifact these are the weights' parts: the source is taken in the weights that its graphs hold (norms folded,
-the residual stream rotated: the same function), and what rounding of activations adds stands beside them.
+Where norms were folded or the residual stream was rotated, the source is taken in those weights, which are the same
+function. Of a phone artifact these are the weights' parts; what rounding of activations adds stands beside them.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from typing import Any
 
 import torch
 
+from calibrate.composition import rewrites_of
 from calibrate.grid import Grid
 from calibrate.replay import Replay
+from calibrate.rewrites import rewritten
 from export.artifact import Expansion
 from export.ledger import LinearRow
 from export.opened import AnyArtifact
 from export.phone.artifact import PhoneArtifact
 from export.phone.expand import PhoneExpansion
-from export.phone.options import REWRITES
-from export.phone.weights import int8_grid, phone_linears, rewritten
+from export.phone.weights import int8_grid, phone_linears
+from export.phone.weights import rewritten as phone_rewritten
 from models.checkpoint import Checkpoint
 from models.errors import BadInput
 from models.family import Linear
@@ -158,16 +160,17 @@ def _activations(artifact: AnyArtifact) -> dict[str, Any] | None:
 def _subject(model: OpenedModel, artifact: AnyArtifact) -> Subject:
     expansion: Checkpoint
     if isinstance(artifact, PhoneArtifact):
-        view = rewritten(model, tuple(artifact.ledger.target["method"]))
+        view = phone_rewritten(model, tuple(artifact.ledger.target["method"]))
         model, expansion = replace(view, linears=phone_linears(view)), PhoneExpansion(artifact)
     else:
-        expansion = Expansion(artifact)
+        method = artifact.ledger.target["method"]
+        model, expansion = rewritten(model, method, artifact.dtype, values=True), Expansion(artifact)
     rows = {row.linear: row for tensor in artifact.ledger.tensors for row in tensor.linears}
     name = f"{model.family.embedding}.weight"
     if _change(model, expansion, name) > REWRITTEN_NORM:
         raise BadInput(
-            f"{expansion.name}: {name} is not the source's: the method `rotate` turned the hidden states, so that no"
-            " layer can be restored alone; explain a build without it"
+            f"{expansion.name}: {name} is not the source's, in the weights that its methods give: the hidden states"
+            " were turned, so that no layer can be restored alone"
         )
     return Subject(model, artifact, expansion, _rewritten(model, expansion), rows, _grids(artifact, rows))
 
@@ -247,7 +250,7 @@ def _advice(subject: Subject, chosen: Sequence[Skip], fall: float, others: Seque
         head = {"lm_head": "keep"} if any(family.head in skip.linears for skip in chosen) else {}
         skip = patterns(chosen, family)
         found.append(({**({"skip": skip} if skip else {}), **head}, fall, sum(c.extra_bits for c in chosen), True))
-    before = [name for name in target["method"] if name in REWRITES]
+    before = rewrites_of(target["method"])
     found += [(_after(before, other.change), other.kl, other.extra_bits, False) for other in others if other.kl > 0]
     entries = [
         {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
+from calibrate.quantize import quantize
 from calibrate.replay import Replay
+from calibrate.results import Results
+from calibrate.rewrites import rewritten
 from convert.prepare import to_spec
 from convert.target import Target
-from export.artifact import Expansion
+from export.artifact import Artifact, Expansion, write
+from export.ledger import Ledger
 from export.plan import make_plan
 from models.checkpoint import Checkpoint, Folder
 from models.errors import BadInput
@@ -179,10 +184,32 @@ def test_rewritten_layers_are_compared_as_a_whole_only(workshop: Workshop, monke
     assert not [linear for linear in found["linears"] if linear["name"].startswith("model.layers.1.")]
 
 
-def test_rotated_hidden_states_are_refused(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rewrite", ["fold", "rotate"])
+def test_rewritten_models_are_explained_in_the_weights_that_were_quantised(
+    workshop: Workshop, tmp_path: Path, rewrite: str
+) -> None:
+    target, model = spec("gptq", method=(rewrite, "rtn")), workshop.model("llama-tied")
+    view = rewritten(model, target.method, torch.bfloat16, values=True).checkpoint
+    plan = make_plan(target, view, model.family, model.linears, torch.bfloat16)
+    results = Results(tmp_path / "results")
+    quantize(view, model.linears, plan.recipe, None, results)
+    ledger = Ledger({"name": "x", "files": {}}, vars(target), (), [], {}, view.config, "bfloat16")
+    write(plan, view, results, model.dimensions.layers, tmp_path / "gptq", ledger, 2**30)
+    artifact = Artifact(tmp_path / "gptq")
+    found = explain(model, artifact, IDS, 2, 0.1, quiet)
+    assert found["rewritten"] == [] and len(found["linears"]) == len(model.linears)
+    assert found["kl"] == pytest.approx(kl(view, Expansion(artifact)), rel=1e-6)
+    assert found["check"]["correlation"] > 0.8
+    methods = [entry["change"]["method"] for entry in found["advice"] if "method" in entry["change"]]
+    assert methods == [[rewrite, "search"]]
+
+
+def test_hidden_states_that_no_method_turned_so_are_refused(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
     built = workshop.built("llama-untied", spec("gptq"))
     damaged(built, monkeypatch, lambda name, tensor: tensor.flip(-1) if "embed" in name else tensor)
-    with pytest.raises(BadInput, match=r"model.embed_tokens.weight is not the source's: the method `rotate`"):
+    with pytest.raises(BadInput, match=r"model.embed_tokens.weight is not the source's, in the weights"):
         explain(built.model, built.artifact, IDS, 2, 0.1, quiet)
 
 
