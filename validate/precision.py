@@ -10,7 +10,6 @@ import torch
 
 from calibrate.coded import Coded
 from calibrate.results import Results
-from export.ledger import LinearRow
 from export.plan import TargetPlan
 from models.opened import OpenedModel
 from validate.advice import Skip, skips
@@ -67,13 +66,8 @@ def within(model: OpenedModel, plan: TargetPlan, parts: Mapping[str, float], bit
         parts: as from `sensitivities`.
         bits: per weight, on the mean over the plan's linears, at most.
     """
-    rows = {
-        linear.name: LinearRow(
-            linear.name, linear.module, (0, linear.rows), (), plan.grid(linear.columns).group_size, plan.spec.zero, 0.0
-        )
-        for linear in plan.linears
-    }
-    candidates = skips(model.family, plan.linears, parts, rows, plan.dtype)
+    grids = {linear.name: plan.grid(linear.columns) for linear in plan.linears}
+    candidates = skips(model.family, plan.linears, parts, grids, plan.dtype)
     kept = best(candidates, (bits - plan.bits_per_weight) * plan.weights)
     return [Row(skip.linears, skip.kl, skip.extra_bits / plan.weights, skip in kept) for skip in candidates]
 

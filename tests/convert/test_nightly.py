@@ -284,7 +284,15 @@ def test_an_engine_that_does_not_run_an_artifact_ends_no_run(
 
 
 def found_engine() -> dict[str, Any]:
-    figures = {"perplexity": 12.0, "gap": 0.0, "top1": 1.0, "top1_of": 5, "logprob_gap": 0.0, "tokens": 6}
+    figures = {
+        "perplexity": 12.0,
+        "gap": 0.0,
+        "gap_se": 0.0,
+        "top1": 1.0,
+        "top1_of": 5,
+        "logprob_gap": 0.0,
+        "tokens": 6,
+    }
     return {
         "name": "vllm",
         "version": "1.2",
