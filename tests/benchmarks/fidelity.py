@@ -28,7 +28,7 @@ from ruamel.yaml import YAML
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-METHODS = ("rtn", "search", "gptq", "gptq+refine", "gptq+refine+tune")
+METHODS = ("rtn", "search", "gptq", "awq+gptq", "rotate+gptq", "gptq+refine", "awq+gptq+refine", "gptq+refine+tune")
 KINDS: dict[str, dict[str, Any]] = {
     "symmetric": {"format": "gptq", "lm_head": "keep"},
     "integer": {"format": "awq"},
