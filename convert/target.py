@@ -30,7 +30,7 @@ ZeroKind = Literal["none", "float", "integer"]
 HeadPolicy = Literal["quantize", "keep"]
 # What each `quality` stands for; docs/fidelity.md has what they cost and leave.
 QUALITY: Mapping[str, tuple[str, ...]] = {
-    "fast": ("search",),
+    "fast": ("gptq",),
     "balanced": ("gptq", "refine"),
     "best": ("gptq", "refine", "tune"),
 }
