@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import combinations
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from calibrate.coded import Coded
@@ -19,6 +19,7 @@ SKIPS = st.lists(st.tuples(st.floats(0.001, 1.0), st.integers(1, 50)), min_size=
 )
 
 
+@settings(deadline=None, max_examples=50)
 @given(SKIPS, st.integers(1, 150))
 def test_what_is_kept_fits_and_no_other_choice_buys_back_more(skips: list[Skip], capacity: int) -> None:
     chosen = best(skips, capacity)
