@@ -48,6 +48,19 @@ def joined_caches(model: onnx.ModelProto) -> list[Joined]:
     ]
 
 
+def span_new_entries(model: onnx.ModelProto, ranges: Ranges) -> None:
+    """Widens the ranges of the caches' past entries to the new ones', as those are before they share a grid with what
+    they were cut from; in place. A text's last entries are never past ones.
+
+    Args:
+        model: a float graph.
+        ranges: of its tensors, as they were seen.
+    """
+    for cache in joined_caches(model):
+        new = ranges.by_name[cache.new]
+        ranges.add(cache.past, new.low, new.high)
+
+
 def signed_overrides(model: onnx.ModelProto, ranges: Ranges, activations: str) -> dict[str, list[dict[str, Any]]]:
     """What ONNX Runtime's quantiser must do otherwise than with all other activations, by the name of the tensor.
 

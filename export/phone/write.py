@@ -23,7 +23,7 @@ from export.phone.manifest import FILE, GRAPHS, MASK, Graph, Manifest, Part
 from export.phone.observe import STEPS, Observations, OpenPart, Progress, Step, observe_part, text_steps
 from export.phone.options import REWRITES, PhoneOptions
 from export.phone.ports import manifest_of
-from export.phone.products import joined_caches
+from export.phone.products import span_new_entries
 from export.phone.quantize import QUANTIZED, quantize_graph, tied_tensors
 from export.phone.quantized import expected_counts, quantized_problems
 from export.phone.structure import structure_of
@@ -153,10 +153,7 @@ def _copy(model: onnx.ModelProto) -> onnx.ModelProto:
 def _tied(job: _Job, index: int, graphs: PartGraphs) -> Ranges:
     """A part's ranges, one for all tensors that share a grid, and the one that the part before hands over on."""
     ranges = job.observations.ranges(index)
-    for cache in joined_caches(graphs.prefill):
-        # As the entries are, before they share a grid with what they were cut from.
-        new = ranges.by_name[cache.new]
-        ranges.add(cache.past, new.low, new.high)
+    span_new_entries(graphs.prefill, ranges)
     names = {*ranges.by_name}
     ranges.tie([name for name in group if name in names] for group in tied_tensors(graphs.prefill))
     if not graphs.span.embedding:
