@@ -14,6 +14,8 @@ from calibrate.grid import Grid, Quantized
 from calibrate.hessian import Factor
 from calibrate.search import search
 
+# Sizes of a symmetric scale that are tried: compensation and fits leave little for finer ones.
+SIZES = 36
 # Channels between two products with the errors of all earlier ones.
 BLOCK = 128
 
@@ -25,7 +27,7 @@ def gptq(weight: torch.Tensor, grid: Grid, factor: Factor) -> Quantized:
         weight: [N, K], any float dtype.
         factor: of the inputs' Hessian.
     """
-    parameters = search(weight, grid, factor.weights)
+    parameters = search(weight, grid, factor.weights, SIZES)
     return replace(parameters, codes=compensate(weight, parameters, factor))
 
 

@@ -14,7 +14,8 @@ from calibrate.grid import PHONE_BITS, Grid, Quantized, grouped, range_parameter
 
 # Symmetric: from two fifths of the max-abs grid (outliers clipped hard) to a tenth above it, each with both signs: a
 # negative scale lets -8, the longer side, face the positive extreme (with 8 bits both sides are as long).
-SYMMETRIC_FACTORS = torch.linspace(0.40, 1.10, 36)
+SMALLEST_FACTOR, LARGEST_FACTOR = 0.40, 1.10
+SIZES = 40
 # Asymmetric: each end of the range shrinks on its own: 9 x 9 candidates.
 END_FACTORS = torch.linspace(0.5, 1.0, 9)
 # Least squares fits to the best candidate's codes: they find more than finer candidates would.
@@ -35,16 +36,17 @@ def round_to_nearest(weight: torch.Tensor, grid: Grid, moments: torch.Tensor | N
     return with_codes(weight, range_parameters(low, high, grid), grid.group_size)
 
 
-def search(weight: torch.Tensor, grid: Grid, moments: torch.Tensor | None = None) -> Quantized:
-    """The best of 72 (symmetric) or 81 (asymmetric) grids per group, by weighted squared error, and fits from there.
+def search(weight: torch.Tensor, grid: Grid, moments: torch.Tensor | None = None, sizes: int = SIZES) -> Quantized:
+    """The best of 80 (symmetric) or 81 (asymmetric) grids per group, by weighted squared error, and fits from there.
 
     Args:
         weight: [N, K], any float dtype.
         grid: group size, kind of zero and stored dtype; candidates are rounded to it before they are judged.
         moments: fp32 [K], second moments of the inputs; None weighs all channels alike.
+        sizes: how many sizes of a symmetric scale are tried.
     """
     rows = max(1, CHUNK // weight.shape[1])
-    parts = [_search_rows(chunk, grid, moments) for chunk in weight.split(rows)]
+    parts = [_search_rows(chunk, grid, moments, sizes) for chunk in weight.split(rows)]
     scales = torch.cat([p.scales for p in parts])
     zeros = torch.cat([p.zeros for p in parts if p.zeros is not None]) if grid.zero == "float" else None
     points = torch.cat([p.zero_points for p in parts if p.zero_points is not None]) if grid.zero == "integer" else None
@@ -79,9 +81,11 @@ def _ends(weight: torch.Tensor, grid: Grid) -> tuple[torch.Tensor, torch.Tensor]
     return groups.amin(-1), groups.amax(-1)
 
 
-def _candidates(low: torch.Tensor, high: torch.Tensor, grid: Grid) -> list[Quantized]:
+def _candidates(low: torch.Tensor, high: torch.Tensor, grid: Grid, sizes: int) -> list[Quantized]:
     if grid.symmetric:
-        positive = [range_parameters(low * f, high * f, grid) for f in SYMMETRIC_FACTORS]
+        positive = [
+            range_parameters(low * f, high * f, grid) for f in torch.linspace(SMALLEST_FACTOR, LARGEST_FACTOR, sizes)
+        ]
         if grid.bits == PHONE_BITS:
             return positive
         return positive + [replace(q, scales=-q.scales) for q in positive]
@@ -92,7 +96,7 @@ def _candidates(low: torch.Tensor, high: torch.Tensor, grid: Grid) -> list[Quant
     return [range_parameters(a, b, grid) for a in lows for b in highs]
 
 
-def _search_rows(weight: torch.Tensor, grid: Grid, moments: torch.Tensor | None) -> Quantized:
+def _search_rows(weight: torch.Tensor, grid: Grid, moments: torch.Tensor | None, sizes: int) -> Quantized:
     w = grouped(weight.float(), grid.group_size)
     h = None if moments is None else moments.float().view(1, -1, grid.group_size)
     low, high = _ends(weight, grid)
@@ -100,7 +104,7 @@ def _search_rows(weight: torch.Tensor, grid: Grid, moments: torch.Tensor | None)
     best = range_parameters(low, high, grid)
     scales, zeros, points = best.scales, best.zeros, best.zero_points
     least = _loss(w, best, h)
-    candidates: list[Quantized | None] = [*_candidates(low, high, grid), *[None] * FITS]
+    candidates: list[Quantized | None] = [*_candidates(low, high, grid, sizes), *[None] * FITS]
     for candidate in candidates:
         if candidate is None:
             found = replace(best, scales=scales, zeros=zeros, zero_points=points)
