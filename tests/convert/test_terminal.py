@@ -60,7 +60,7 @@ def test_a_terminal_sees_bars_with_rates_and_the_time_left(tmp_path: Path) -> No
         pass
     assert process.wait(timeout=60) == 0
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", b"".join(parts).decode())
-    for what in ("tiny: calibrate", "reference: weights", "reference: greedy", "tiny: logits", "tiny: engine"):
+    for what in ("tiny: calibrate", "reference: weights", "reference: greedy", "tiny: logits", "tiny: engine's logits"):
         assert re.search(rf"{what} +━+ +\d+/\d+ .*(/s|s each) .*\d+:\d\d:\d\d left \d+:\d\d:\d\d", text), what
 
 

@@ -183,6 +183,7 @@ def test_equal_answers_have_no_gap_and_near_ties_are_not_judged() -> None:
     assert found == {
         "perplexity": pytest.approx(math.exp(2)),
         "gap": 0,
+        "gap_se": 0,
         "top1": 1,
         "top1_of": 2,
         "logprob_gap": 0,

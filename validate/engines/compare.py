@@ -89,8 +89,8 @@ def compare_engine(result: Result, ours: Positions) -> dict[str, Any]:
 
     Returns:
         ``perplexity`` of the engine, ``gap``: its relative difference from ours, with its paired standard error
-        ``gap_se``; ``top1``: share of the same first
-        choice among the ``top1_of`` positions where ours is clear (null when there are none);
+        ``gap_se``; ``top1``: share of the same first choice among the ``top1_of`` positions where ours is clear
+        (null when there are none);
         ``logprob_gap``: mean absolute difference; ``tokens``: how many were compared.
     """
     clear = ours.clear
