@@ -122,7 +122,7 @@ def draw(rows: list[dict[str, Any]], file: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     figure, axes = pyplot.subplots(figsize=(7, 5))
     for methods in dict.fromkeys(row["methods"] for row in rows):
@@ -131,6 +131,8 @@ def draw(rows: list[dict[str, Any]], file: Path) -> None:
     axes.set_xlabel("bits per weight")
     axes.set_ylabel("perplexity, ratio to bf16")
     axes.set_yscale("log")
+    for formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        formatter(ticker.FormatStrFormatter("%.3f"))
     axes.grid(visible=True, which="both", alpha=0.3)
     axes.legend()
     figure.savefig(file, bbox_inches="tight")
