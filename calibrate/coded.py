@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
 from calibrate.results import QuantizedLayer, Results
-from models.checkpoint import Checkpoint, TensorInfo
+from models.checkpoint import Checkpoint, TensorInfo, View
 from models.family import Linear
 
 
-class Coded(Checkpoint):
+class Coded(View):
     """Linears are dequantised when they are read; everything else is as calibration left it.
 
     Args:
@@ -26,8 +25,9 @@ class Coded(Checkpoint):
     def __init__(
         self, base: Checkpoint, linears: Sequence[Linear], layers: int, results: Results, dtype: torch.dtype
     ) -> None:
-        self.base, self.results, self.dtype, self._layers = base, results, dtype, layers
-        self.name, self.config = base.name, dict(base.config)
+        super().__init__(base)
+        self.results, self.dtype, self._layers = results, dtype, layers
+        self.config = dict(base.config)
         self._modules: dict[str, list[Linear]] = {}
         for linear in linears:
             self._modules.setdefault(f"{linear.module}.weight", []).append(linear)
@@ -60,13 +60,3 @@ class Coded(Checkpoint):
         if self._loaded is None or self._loaded[0] != index:
             self._loaded = index, self.results.load(index)
         return self._loaded[1]
-
-    def side_files(self) -> dict[str, Path]:
-        return self.base.side_files()
-
-    def skipped_files(self) -> dict[str, str]:
-        return self.base.skipped_files()
-
-    def hashes(self) -> dict[str, str]:
-        """The base's: what was quantised, not what became of it."""
-        return self.base.hashes()
