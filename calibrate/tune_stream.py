@@ -17,6 +17,7 @@ from calibrate.grid import Quantized
 from calibrate.replay import Replay
 from calibrate.results import QuantizedLayer
 from calibrate.tune_parameters import TrainedGrid, TrainedLayer
+from models.wide import linear
 
 Take = Callable[[torch.Tensor, torch.Tensor], None]
 # Tokens whose logits are in memory at once.
@@ -191,7 +192,7 @@ class _TrainedHead(nn.Module):
         """x [tokens, K], gradient of the logits [tokens, vocabulary]."""
         for start in range(0, len(self.weight), HEAD_ROWS):
             rows = gradient[:, start : start + HEAD_ROWS]
-            self.grid.add_gradient(self.linear, rows.t() @ x, start)
+            self.grid.add_gradient(self.linear, linear(rows.t(), x.t()), start)
 
 
 class _Product(torch.autograd.Function):
@@ -201,10 +202,10 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, take: Take) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.take = take
-        return torch.nn.functional.linear(x, weight)
+        return linear(x, weight)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         x, weight = ctx.saved_tensors
         ctx.take(x.flatten(0, -2), gradient.flatten(0, -2))
-        return gradient @ weight, None, None
+        return linear(gradient, weight.t()), None, None

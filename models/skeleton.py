@@ -12,6 +12,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig,
 
 from models.checkpoint import Checkpoint
 from models.errors import BadInput
+from models.wide import widen
 
 Reader = Callable[[str], torch.Tensor]
 
@@ -36,6 +37,7 @@ def skeleton(checkpoint: Checkpoint, dtype: torch.dtype, attention: str = "sdpa"
     config = model_config(checkpoint)
     with _bad_values(checkpoint), init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    widen(model, dtype)
     return model.eval()
 
 
