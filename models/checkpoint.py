@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +19,9 @@ from models.files import sha256, to_json
 
 INDEX = "model.safetensors.index.json"
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
+PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+# What transformers' Trainer pickles beside the weights.
+TRAINER_FILES = ("training_args.bin", "optimizer.", "scheduler.", "scaler.", "rng_state")
 SIDE_FILE_LIMIT = 64 * 2**20
 # Rewritten for every artifact instead of copied.
 OWN_FILES = ("config.json", "quantize_config.json", "conversion.json")
@@ -191,14 +194,11 @@ def _weight_files(
     """The files to read, and the index's tensor -> file map when there is one."""
     # Mistral ships the same weights a second time, in its own format, beside the shards.
     found = sorted(p for p in path.glob("*.safetensors") if not p.name.startswith("consolidated"))
-    pickled = sorted(p for p in path.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+    pickled = sorted(p for p in path.iterdir() if is_pickled(p.name))
     if not found and pickled:
-        for file in pickled:
-            if file.name not in allow_pickle:
-                problems.append(
-                    f"{file}: expected safetensors, found pickled weights, which can run code when read;"
-                    f" allow it by name: `model: {{allow_pickle: [{file.name}]}}`"
-                )
+        refused = [file.name for file in pickled if file.name not in allow_pickle]
+        if refused:
+            problems.append(pickled_message(f"{path}: expected safetensors", refused))
         return [file for file in pickled if file.name in allow_pickle], None
     index_file = path / INDEX
     if index_file.is_file():
@@ -216,6 +216,20 @@ def _weight_files(
     elif len(found) > 1:
         problems.append(f"{index_file}: {len(found)} safetensors files need an index, found none")
     return found, None
+
+
+def is_pickled(name: str) -> bool:
+    """Whether a file of that name holds pickled weights."""
+    return name.endswith(PICKLED) and not name.startswith(TRAINER_FILES)
+
+
+def pickled_message(expected: str, names: Sequence[str]) -> str:
+    """What is said of pickled weights that were not allowed by name."""
+    listed = ", ".join(names)
+    return (
+        f"{expected}, found pickled weights ({listed}), which can run code when read; allow them by name:"
+        f" `model: {{allow_pickle: [{listed}]}}`"
+    )
 
 
 def _headers(file: Path, problems: list[str]) -> dict[str, TensorInfo]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from models.checkpoint import Checkpoint, Folder
+from models.checkpoint import WEIGHT_SUFFIXES, Checkpoint, Folder, is_pickled, pickled_message
 from models.errors import BadInput, EnvironmentProblem
 
 PACKAGE = "package:"
@@ -47,7 +47,10 @@ def open_source(
     if path.exists() or source.startswith((".", "/", "~")):
         return Folder(path, name=source, allow_pickle=allow_pickle)
     allowed = (*allow_pickle, *(f"{module}.py" for module in allow_code))
-    return Folder(_snapshot(source, revision, allowed), name=source, allow_pickle=allow_pickle)
+    folder = _snapshot(source, revision, allowed)
+    if not any(file.suffix == ".safetensors" or file.name in allow_pickle for file in folder.iterdir()):
+        _refuse_other_weights(source, revision)
+    return Folder(folder, name=source, allow_pickle=allow_pickle)
 
 
 def _package_file(source: str) -> Path:
@@ -78,3 +81,23 @@ def _snapshot(source: str, revision: str | None, allowed: tuple[str, ...]) -> Pa
         ) from error
     except HfHubHTTPError as error:
         raise BadInput(f"{source}: the hub answered {error}") from error
+
+
+def _refuse_other_weights(source: str, revision: str | None) -> None:
+    """Says what a repository has instead of safetensors, as its other weights were not downloaded.
+
+    Raises:
+        BadInput: unless the hub cannot be asked, where all that is known is that the local copy has none.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
+
+    try:
+        names = [name for name in HfApi().list_repo_files(source, revision=revision) if "/" not in name]
+    except (HfHubHTTPError, HTTPError, OfflineModeIsEnabled):
+        return
+    expected = f"{source}: expected safetensors in the hub's repository"
+    if pickled := [name for name in names if is_pickled(name)]:
+        raise BadInput(pickled_message(expected, pickled))
+    others = ", ".join(name for name in names if name.endswith(WEIGHT_SUFFIXES)) or "no weights"
+    raise BadInput(f"{expected}, found {others}")

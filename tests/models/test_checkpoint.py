@@ -178,6 +178,18 @@ def test_pickled_weights_are_refused_then_read_when_allowed_by_name(single: Path
     assert all(torch.equal(checkpoint.read(name), tensor) for name, tensor in TENSORS.items())
 
 
+def test_every_pickled_shard_is_named_in_one_line_and_what_the_trainer_left_is_none(single: Path) -> None:
+    (single / "model.safetensors").unlink()
+    shards = [f"pytorch_model-0000{number}-of-00002.bin" for number in (1, 2)]
+    for shard, names in zip(shards, (["a.weight"], ["b.weight"]), strict=True):
+        torch.save({name: torch.zeros(2) for name in names}, single / shard)
+    for name in ("training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state_0.pth"):
+        torch.save([1], single / name)
+    (problem,) = problems(single)
+    assert problem.endswith(f"allow them by name: `model: {{allow_pickle: [{', '.join(shards)}]}}`")
+    assert set(Folder(single, allow_pickle=tuple(shards)).tensors) == {"a.weight", "b.weight"}
+
+
 class Attack:
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
         return os.mkdir, ("attacked",)

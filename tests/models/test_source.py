@@ -15,6 +15,7 @@ from models.checkpoint import Checkpoint, Folder
 from models.errors import BadInput, EnvironmentProblem
 from models.source import HUB_PATTERNS, open_source
 from tests.helpers import tiny_checkpoint
+from tests.hub_server import Hub, serve
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -94,6 +95,59 @@ def test_a_hub_id_that_is_not_cached_is_a_problem_of_the_machine_when_offline(tm
         open_from(tmp_path, "org/absent")
 
 
+@pytest.fixture
+def server(hub: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub on loopback."""
+    with serve() as found:
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "ENDPOINT", found.url)
+        address = found.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        yield found
+
+
+@pytest.mark.parametrize(
+    "weights, found",
+    [
+        (
+            ["pytorch_model.bin", "training_args.bin", "original/consolidated.00.pth"],
+            "found pickled weights (pytorch_model.bin), which can run code when read; allow them by name:"
+            " `model: {allow_pickle: [pytorch_model.bin]}`",
+        ),
+        (["tf_model.h5", "model.gguf"], "found tf_model.h5, model.gguf"),
+        ([], "found no weights"),
+    ],
+)
+def test_a_repository_without_safetensors_is_told_what_it_has_instead(
+    tmp_path: Path, server: Hub, weights: list[str], found: str
+) -> None:
+    server.add("org/model", {"config.json": b"{}", **dict.fromkeys(weights, b"weights")})
+    with pytest.raises(BadInput) as error:
+        open_from(tmp_path, "org/model")
+    assert error.value.problems == [f"org/model: expected safetensors in the hub's repository, {found}"]
+    # Nobody wanted them, so none came.
+    assert not [line for line in server.requests if "resolve" in line and not line.endswith("config.json")]
+
+
+def test_without_the_hub_the_local_copy_says_what_it_has(tmp_path: Path, hub: Path) -> None:
+    folder = cached(hub, "org/model")
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(BadInput, match="found no weights"):
+        open_from(tmp_path, "org/model")
+    (folder / "pytorch_model.bin").write_bytes(b"weights")
+    with pytest.raises(BadInput, match=r"found pickled weights \(pytorch_model.bin\)"):
+        open_from(tmp_path, "org/model")
+
+
+def test_pickled_weights_of_the_hub_are_read_when_allowed_by_name(tmp_path: Path, server: Hub) -> None:
+    file = tmp_path / "weights"
+    torch.save({"a": torch.ones(2)}, file)
+    server.add("org/model", {"config.json": b"{}", "pytorch_model.bin": file.read_bytes()})
+    found = open_from(tmp_path, "org/model", allow_pickle=("pytorch_model.bin",))
+    assert torch.equal(found.read("a"), torch.ones(2))
+
+
 @pytest.mark.parametrize("source", ["a/b/c", "my model", "org/mo..del"])
 def test_a_name_that_is_no_hub_id_is_bad_input(tmp_path: Path, hub: Path, source: str) -> None:
     with pytest.raises(BadInput, match="neither a folder nor a hub id"):
@@ -105,7 +159,7 @@ def test_pickled_weights_of_a_folder_are_read_only_when_allowed_by_name(tmp_path
     checkpoint = Folder(folder)
     torch.save({name: checkpoint.read(name) for name in checkpoint.tensors}, folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
-    with pytest.raises(BadInput, match=r"pytorch_model.bin: .*allow it by name"):
+    with pytest.raises(BadInput, match=r"found pickled weights \(pytorch_model.bin\), .*allow them by name"):
         open_from(tmp_path, "model")
     allowed = open_from(tmp_path, "model", allow_pickle=("pytorch_model.bin",))
     assert dict(allowed.tensors) == dict(checkpoint.tensors)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from calibrate.text import tokenise
+from calibrate.text import digest_of, tokenise
 from models.checkpoint import Folder
 from models.tokenizer import load_tokenizer
 from tests.helpers import BOS, TEXT, tiny_checkpoint
@@ -20,6 +23,8 @@ from tests.runs import LENGTH, PROMPTS, TARGETS, WINDOWS, invoke, project, setti
 from validate.score import compare, final_hidden
 
 TARGET = TARGETS[1] | {"method": "rtn"}
+# A pipeline's texts.
+SEEN = ("text.txt", "calibration.txt")
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +52,54 @@ def losses(path: Path, ids: torch.Tensor) -> list[float]:
     """transformers' own mean loss of each window."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     return [float(model(input_ids=row[None], labels=row[None]).loss) for row in ids]
+
+
+def begins_texts(model: Path) -> None:
+    """Makes a model's tokenizer put its <s> before every text, as Llama's do."""
+    file = model / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
+    tokenizer.save(str(file))
+    assert AutoTokenizer.from_pretrained(model)("a")["input_ids"][0] == BOS
+
+
+def begun(ids: list[int], indices: Sequence[int]) -> torch.Tensor:
+    """Windows that hold <s> and the text's next tokens: number ``indices`` of all of them, one behind the other."""
+    size = LENGTH - 1
+    return torch.tensor([[BOS, *ids[index * size :][:size]] for index in indices])
+
+
+def test_a_tokenizers_first_token_begins_every_window_of_calibration_and_evaluation_and_is_reported(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "p"
+    # The calibration text is another one, and GPTQ looks at it.
+    values = settings(targets=[TARGETS[1] | {"method": "gptq"}])
+    values["calibration"]["dataset"] = {"path": "text", "data_files": "calibration.txt"}
+    yaml = project(folder, "qwen2", **values)
+    (folder / "calibration.txt").write_bytes(TEXT.read_bytes()[100_000:106_000])
+    begins_texts(folder / "model")
+    assert invoke("run", yaml).exit_code == 0
+    report = json.loads((folder / "output" / "report.json").read_text())
+    ledger = json.loads((folder / "output" / "awq" / "conversion.json").read_text())
+    policy = "<s> before every window; the text itself is tokenised whole without special tokens"
+    assert report["reference"]["bos"] == ledger["calibration"]["bos"] == policy
+    assert policy in (folder / "output" / "report.html").read_text().replace("&lt;", "<").replace("&gt;", ">")
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    texts = {name: (folder / name).read_text(encoding="utf-8").removesuffix("\n") for name in SEEN}
+    ids = {name: tokenizer(text, add_special_tokens=False)["input_ids"] for name, text in texts.items()}
+    totals = {name: len(found) // (LENGTH - 1) for name, found in ids.items()}
+    # The windows that were scored, by their hash and by transformers' own loss on them.
+    judged = begun(ids["text.txt"], [i * totals["text.txt"] // WINDOWS for i in range(WINDOWS)])
+    assert report["reference"]["windows_sha256"] == digest_of(judged)
+    found = losses(folder / "model", judged)
+    assert report["reference"]["perplexity"] == pytest.approx(math.exp(sum(found) / WINDOWS), rel=2e-3)
+    assert report["reference"]["tokens"] == WINDOWS * (LENGTH - 1)
+    # Those that calibration drew, among all of that kind.
+    samples, every = values["calibration"]["samples"], begun(ids["calibration.txt"], range(totals["calibration.txt"]))
+    drawn = torch.randperm(len(every), generator=torch.Generator().manual_seed(0))[:samples].sort().values
+    assert ledger["calibration"]["windows_sha256"] == digest_of(every[drawn])
 
 
 @pytest.mark.parametrize("which", ["reference", "artifact"])
