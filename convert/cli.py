@@ -10,7 +10,7 @@ from typing import Any, cast
 import click
 from click.core import ParameterSource
 
-from convert.cli_history import history, nightly
+from convert.cli_history import clean, history, nightly
 from convert.cli_publish import explain, upload
 from convert.cli_shared import PATH, console, load_pipeline, reports_errors, show_report
 
@@ -258,5 +258,6 @@ def probe(as_json: bool, priority: str) -> None:
 
 main.add_command(nightly)
 main.add_command(history)
+main.add_command(clean)
 main.add_command(explain)
 main.add_command(upload)

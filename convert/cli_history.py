@@ -1,4 +1,4 @@
-"""The commands of nightly jobs: `convert nightly` and `convert history`."""
+"""The commands of nightly jobs: `convert nightly`, `convert history` and `convert clean`."""
 
 from __future__ import annotations
 
@@ -84,3 +84,35 @@ def history(
     elif accept is None and plot is None:
         runs = list_runs(opened, target)
         click.echo(json.dumps(runs, indent=2)) if as_json else print_runs(runs, console())
+
+
+@click.command()
+@click.argument("pipelines", type=PATH, nargs=-1, required=True, metavar="PIPELINE...")
+@click.option("--work", type=PATH, help="The work folder, instead of the files'.")
+@click.option("--yes", is_flag=True, help="Removes them; without it they are only listed.")
+@click.option("--json", "as_json", is_flag=True, help="For machines.")
+@reports_errors
+def clean(pipelines: tuple[Path, ...], work: Path | None, yes: bool, as_json: bool) -> None:
+    """Lists intermediate results in the work folder that no run of a pipeline would use any more, and removes them.
+
+    Every change of a pipeline, its texts or its source leaves the results of what it was before. Pipelines that share
+    a work folder are named together.
+
+    \b
+    Example:
+      convert clean pipeline.yaml --yes
+    """
+    from convert.clean import clean as clean_work
+    from convert.estimate import size
+    from convert.terminal import reporter
+
+    loaded = [load_pipeline(pipeline, work) for pipeline in pipelines]
+    with reporter(console(stderr=True)) as show:
+        found = clean_work(loaded, yes, show)
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+        return
+    for entry in found:
+        click.echo(f"{entry['folder']}: {size(entry['bytes'])}")
+    total = size(sum(entry["bytes"] for entry in found))
+    click.echo(f"{len(found)} unused stages, {total}: {'removed' if yes else 'pass --yes to remove them'}")

@@ -152,19 +152,32 @@ def _judged_and_failed(target: Mapping[str, Any]) -> bool:
     )
 
 
+def reference_key(job: Job, settings: Settings) -> dict[str, Any]:
+    """What decides the reference's figures."""
+    return {"source": job.source["files"], **settings.key()}
+
+
+def measurement_key(job: Job, settings: Settings, artifact: AnyArtifact) -> dict[str, Any]:
+    """What decides an artifact's figures."""
+    content = {"reference": reference_key(job, settings), "artifact": artifact.ledger.files}
+    return content | {"engine": settings.engine_windows, "engines": [spec.key() for spec in settings.engines]}
+
+
+def position_key(job: Job, settings: Settings, peer: str) -> dict[str, Any]:
+    """What decides a peer's figures. Raises EnvironmentProblem when it is not installed."""
+    return {"reference": reference_key(job, settings), "peer": version(peer)}
+
+
 def _measure_all(
     job: Job, artifacts: Sequence[AnyArtifact], settings: Settings, again: bool
 ) -> list[tuple[AnyArtifact, Measurement]]:
     """Measures every artifact, or takes the measurement of the same bytes from an earlier run."""
     checkpoint, store, show = job.prepared.model.checkpoint, job.store, job.show
-    reference_key = {"source": job.source["files"], **settings.key()}
-    cache = store.stage("reference", reference_key)
+    cache = store.stage("reference", reference_key(job, settings))
     reference: Reference | None = None
     measured = []
     for artifact in artifacts:
-        content = {"reference": reference_key, "artifact": artifact.ledger.files, "engine": settings.engine_windows}
-        content["engines"] = [spec.key() for spec in settings.engines]
-        file = store.stage("measure", content) / "measurement.json"
+        file = store.stage("measure", measurement_key(job, settings, artifact)) / "measurement.json"
         kept = None if again or not file.is_file() else _read(file)
         if kept is None or not kept.whole:
             reference = reference or measure_reference(checkpoint, settings, cache, show)
@@ -181,14 +194,13 @@ def _positions(job: Job, settings: Settings) -> list[dict[str, Any]]:
     rows = []
     for name in config.positioning if config is not None else ():
         try:
-            reference_key = {"source": job.source["files"], **settings.key()}
-            stage = store.stage("position", {"reference": reference_key, "peer": version(name)})
+            stage = store.stage("position", position_key(job, settings, name))
         except EnvironmentProblem as error:
             rows.append(not_measured(name, error))
             continue
         file = stage / "position.json"
         if not file.is_file():
-            model, cache = job.prepared.model, store.stage("reference", reference_key)
+            model, cache = job.prepared.model, store.stage("reference", reference_key(job, settings))
             reference = measure_reference(model.checkpoint, settings, cache, job.show)
             replace_file(file, to_json(plain(position(name, model, reference, settings, stage, job.show))))
         rows.append(json.loads(file.read_text(encoding="utf-8")))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from calibrate.quantize import quantize
+from calibrate.quantize import Recipe, quantize
 from calibrate.results import Results
 from convert.budget import kept_plan
 from convert.judge import Job
@@ -19,6 +19,8 @@ from validate.precision import mean_bits, sensitivities, within
 
 # Chooses the codes whose loss is looked at: cheap, and near enough to tell which linears are sensitive.
 METHOD = ("search",)
+# In the stage's folder, once it is done.
+PARTS = "parts.json"
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,15 @@ class Chosen:
     table: list[dict[str, Any]]
 
 
+def sensitivity_key(plan: TargetPlan, content: dict[str, Any]) -> dict[str, Any]:
+    """What decides how much of the loss each linear causes; ``content`` decides the plan's quantised layers."""
+    return {**content, "recipe": repr(_recipe(plan)), "rewrites": plan.rewrites}
+
+
+def _recipe(plan: TargetPlan) -> Recipe:
+    return replace(plan.recipe, method=METHOD, int8_inputs=False)
+
+
 def with_precision(
     job: Job, plan: TargetPlan, content: dict[str, Any], windows: torch.Tensor, progress: Progress
 ) -> Chosen:
@@ -47,11 +58,9 @@ def with_precision(
     """
     budget, model = plan.spec.budget, job.prepared.model
     assert budget is not None
-    recipe = replace(plan.recipe, method=METHOD, int8_inputs=False)
-    content = {**content, "recipe": repr(recipe), "rewrites": plan.rewrites}
-    view = plan.rewritten(model)
-    folder = job.store.stage("sensitivity", content)
-    file = folder / "parts.json"
+    recipe, view = _recipe(plan), plan.rewritten(model)
+    folder = job.store.stage("sensitivity", sensitivity_key(plan, content))
+    file = folder / PARTS
     if not file.is_file():
         results = Results(folder / "layers")
         quantize(view.checkpoint, model.linears, recipe, windows, results, progress)

@@ -185,7 +185,7 @@ def _build(job: Job, plan: AnyPlan, calibration: Windows | None) -> AnyArtifact:
         precision=precision,
     )
     if isinstance(plan, PhonePlan):
-        observed = store.stage("observe", {"calibrate": content, "options": dataclasses.asdict(plan.options)})
+        observed = store.stage("observe", observation_key(plan, content))
         method, options = plan.spec.method, plan.options
         write_phone(model, method, options, results, ids, folder, ledger, observed, PartDriver, progress=progress)
     else:
@@ -209,6 +209,11 @@ def calibration_key(job: Job, plan: AnyPlan, windows: Windows | None) -> dict[st
         "windows": None if windows is None else windows.digest(),
     }
     return content | {"rewrites": plan.rewrites} if isinstance(plan, PhonePlan) else content
+
+
+def observation_key(plan: PhonePlan, content: dict[str, Any]) -> dict[str, Any]:
+    """What decides a phone target's observed ranges; ``content`` decides its quantised layers."""
+    return {"calibrate": content, "options": dataclasses.asdict(plan.options)}
 
 
 def export_key(job: Job, plan: AnyPlan, calibration: Windows | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -80,12 +81,22 @@ class Store:
         """What a stage's folder and an artifact's ledger are named by."""
         return digest({"stage": stage, "version": STAGE_VERSIONS[stage], **content})
 
+    def path(self, stage: str, content: Mapping[str, Any]) -> Path:
+        """Where a stage's folder is, or would be."""
+        return self.folder / f"{stage}-{self.key(stage, content)[:16]}"
+
+    def present(self) -> list[Path]:
+        """The folders of all stages that are there, by name."""
+        names = re.compile(rf"({'|'.join(STAGE_VERSIONS)})-[0-9a-f]{{16}}")
+        found = self.folder.iterdir() if self.folder.is_dir() else ()
+        return sorted(path for path in found if names.fullmatch(path.name) and path.is_dir())
+
     def stage(self, stage: str, content: Mapping[str, Any]) -> Path:
         """The stage's folder, made when it is not there.
 
         ``key.json`` in it says in words what the hash stands for.
         """
-        folder = self.folder / f"{stage}-{self.key(stage, content)[:16]}"
+        folder = self.path(stage, content)
         # Targets may share a stage: what the first has made anew is new enough for the second.
         if self._force and folder.name not in self._renewed:
             shutil.rmtree(folder, ignore_errors=True)

@@ -40,6 +40,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_all_that_a_run_has_made_is_of_use_to_the_next(finished: Path) -> None:
+    assert list(finished.glob("work/observe-*"))
+    assert invoke("clean", finished / "pipeline.yaml").output.startswith("0 unused stages")
+
+
 def target(folder: Path) -> dict[str, Any]:
     report = json.loads((folder / "output" / "report.json").read_text())
     found: dict[str, Any] = next(entry for entry in report["targets"] if entry["format"] == "phone")

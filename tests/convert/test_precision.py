@@ -43,6 +43,7 @@ def test_a_budget_is_spent_on_the_most_sensitive_linears(tmp_path: Path) -> None
     }
     assert losses["tinygemm"]["report"]["kl"] < losses["plain"]["report"]["kl"]  # type: ignore[index]
     assert "tinygemm: up to date" in invoke("run", file).output
+    assert invoke("clean", file).output.startswith("0 unused stages")
 
 
 @pytest.mark.parametrize(
