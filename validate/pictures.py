@@ -25,7 +25,9 @@ INK = "#010203"
 # Middle tones: at least 3:1 against white and against near-black.
 COLOURS = ("#3b82f6", "#ea580c", "#16a34a", "#a855f7", "#db2777", "#0891b2", "#a16207", "#64748b")
 MARKERS = "osD^vPX*"
-WIDTH = 5.2
+WIDTH = 4.6
+# Of a legend below a picture, in inches.
+LEGEND_COLUMNS, LEGEND_LINE = 3, 0.2
 # Any: matplotlib types every key by itself.
 STYLE: Any = {
     "font.size": 10,
@@ -74,10 +76,27 @@ def _figure(height: float, bottom: float) -> Figure:
     return figure
 
 
+def _legend_height(entries: int) -> float:
+    """What a legend of so many entries takes, in inches."""
+    return LEGEND_LINE * math.ceil(entries / LEGEND_COLUMNS)
+
+
+def _legend(figure: Figure) -> None:
+    """What the marks of all panels stand for, below them, where no mark can be."""
+    entries = {
+        label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    if entries:
+        figure.legend(
+            entries.values(), entries.keys(), loc="lower center", ncols=LEGEND_COLUMNS, fontsize=8, handlelength=1.5
+        )
+
+
 def pareto(points: Sequence[Point]) -> Figure:
     """Bits per weight against the perplexity ratio to the reference, with its standard error; down and left is good."""
     with _style():
-        figure = _figure(3.4, bottom=0.6)
+        legend = _legend_height(len(points))
+        figure = _figure(3.1 + legend, bottom=0.6 + legend)
         axes: Axes = figure.subplots()
         for index, point in enumerate(points):
             marker = MARKERS[index % len(MARKERS)]
@@ -96,27 +115,27 @@ def pareto(points: Sequence[Point]) -> Figure:
         axes.margins(x=0.2, y=0.15)
         axes.set_xlabel("bits per weight")
         axes.set_ylabel("perplexity / reference's")
-        axes.legend()
+        _legend(figure)
         return figure
 
 
 def layer_errors(ledgers: Mapping[str, Ledger]) -> Figure:
     """The relative output error of every linear by layer, a panel a target; the head stands after the last layer."""
+    kinds = list(dict.fromkeys(kind for ledger in ledgers.values() for kind in _errors(ledger)))
+    legend = _legend_height(len(kinds))
     with _style():
-        figure = _figure(1.2 + 1.9 * len(ledgers), bottom=1.0)
+        figure = _figure(0.8 + 1.9 * len(ledgers) + legend, bottom=0.6 + legend)
         panels = figure.subplots(len(ledgers), 1, sharex=True, squeeze=False, gridspec_kw={"hspace": 0.25})[:, 0]
-        kinds: dict[str, int] = {}
         for axes, (name, ledger) in zip(panels, ledgers.items(), strict=True):
             for kind, (layers, errors) in _errors(ledger).items():
-                index = kinds.setdefault(kind, len(kinds))
+                index = kinds.index(kind)
                 style = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
                 axes.plot(layers, errors, markersize=3, linewidth=1, label=kind, **style)
             axes.set_ylabel("relative error")
             axes.set_title(name, fontsize=10, loc="left")
         panels[-1].xaxis.get_major_locator().set_params(integer=True)
-        panels[-1].set_xlabel("layer")
-        handles = {label: h for axes in panels for h, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-        figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=4, fontsize=8)
+        panels[-1].set_xlabel("layer (the head stands after the last)")
+        _legend(figure)
         return figure
 
 
@@ -140,10 +159,12 @@ def _errors(ledger: Ledger) -> dict[str, tuple[list[int], list[float]]]:
 def trend(entries: Sequence[Entry]) -> Figure:
     """The perplexity ratio to the reference over the runs, a line a target, oldest first."""
     with _style():
-        figure = _figure(3.2, bottom=0.6)
+        targets = list(dict.fromkeys(entry.target for entry in entries))
+        legend = _legend_height(len(targets))
+        figure = _figure(2.9 + legend, bottom=0.6 + legend)
         axes: Axes = figure.subplots()
         runs = list(dict.fromkeys(entry.run for entry in entries))
-        for index, target in enumerate(dict.fromkeys(entry.target for entry in entries)):
+        for index, target in enumerate(targets):
             points = [(runs.index(e.run), e.figures["perplexity_ratio"], e) for e in entries if e.target == target]
             finite = [(x, y, entry.figures["perplexity_ratio_se"] or 0.0) for x, y, entry in points if y is not None]
             style: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
@@ -159,8 +180,7 @@ def trend(entries: Sequence[Entry]) -> Figure:
         axes.set_xticks(shown, [runs[i][5:10] for i in shown])
         axes.set_xlabel("run (a red ring: a gate failed)")
         axes.set_ylabel("perplexity / reference's")
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend()
+        _legend(figure)
         return figure
 
 
