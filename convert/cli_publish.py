@@ -18,6 +18,13 @@ from convert.cli_shared import PATH, console, load_pipeline, reports_errors
 @click.option("--tokens", type=click.IntRange(min=2), default=2048, show_default=True, help="Tokens to look at.")
 @click.option("--sequence-length", type=click.IntRange(min=2), help="Tokens per window.")
 @click.option(
+    "--layers",
+    type=click.IntRange(min=0),
+    default=8,
+    show_default=True,
+    help="How many layers to restore one by one.",
+)
+@click.option(
     "--linears",
     type=click.IntRange(min=0),
     default=8,
@@ -40,6 +47,7 @@ def explain(
     text: Path | None,
     tokens: int,
     sequence_length: int | None,
+    layers: int,
     linears: int,
     budget: float,
     plot: Path | None,
@@ -47,8 +55,8 @@ def explain(
 ) -> None:
     """Ranks an artifact's layers and linears by the KL divergence that they cause, and says what buys it back.
 
-    Layers and the worst linears are measured with the source's weights in their place; the part of every linear comes
-    from one backward pass, and how far the two agree is shown.
+    The part of every linear comes from one backward pass. The worst layers and linears are measured with the source's
+    weights in their place too, and how far the two agree is shown.
 
     \b
     Example:
@@ -57,10 +65,11 @@ def explain(
     from convert.against import TextChoice
     from convert.explain import explain_artifact, print_explanation
     from convert.terminal import reporter
+    from validate.explain import Checked
 
     on = TextChoice(text, tokens, sequence_length)
     with reporter(console(stderr=True)) as show:
-        found = explain_artifact(artifact, reference, on, linears, budget, plot, show)
+        found = explain_artifact(artifact, reference, on, Checked(layers, linears), budget, plot, show)
     if as_json:
         click.echo(json.dumps(found, indent=2))
     else:

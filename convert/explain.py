@@ -13,7 +13,7 @@ from convert.against import TextChoice, opened_against
 from convert.terminal import Reporter
 from export.opened import open_artifact
 from models.errors import BadInput
-from validate.explain import explain
+from validate.explain import Checked, explain
 
 PICTURES = (".png", ".svg")
 # Linears in the table; all of them are in the JSON.
@@ -24,7 +24,7 @@ def explain_artifact(
     folder: Path,
     reference: str,
     text: TextChoice,
-    checked: int,
+    checked: Checked,
     budget: float,
     picture: Path | None,
     show: Reporter,

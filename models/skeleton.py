@@ -9,6 +9,7 @@ import torch
 from accelerate import init_empty_weights
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from models.checkpoint import Checkpoint
 from models.errors import BadInput
@@ -35,7 +36,8 @@ def skeleton(checkpoint: Checkpoint, dtype: torch.dtype, attention: str = "sdpa"
         BadInput: when the configuration's values contradict each other.
     """
     config = model_config(checkpoint)
-    with _bad_values(checkpoint), init_empty_weights(include_buffers=False):
+    # Random numbers on the meta device are most of the time otherwise, and no parameter keeps them.
+    with _bad_values(checkpoint), init_empty_weights(include_buffers=False), no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     widen(model, dtype)
     return model.eval()

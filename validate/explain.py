@@ -1,7 +1,7 @@
 """Which layer hurts: an artifact's layers and linears by the KL divergence that they cause, and what buys it back.
 
-Layers, and the linears that cause most, are *restored*: measured with the source's weights in their place. Every
-linear's part is *attributed* by one backward pass (see `validate.sensitivity`), whose parts sum to the whole; how well
+Layers and linears that cause most are *restored*: measured with the source's weights in their place. Every linear's
+part is *attributed* by one backward pass (see `validate.sensitivity`), whose parts sum to the whole; how well
 the two agree is in the result.
 
 Where norms were folded or the residual stream was rotated, the source is taken in those weights, which are the same
@@ -39,6 +39,17 @@ from validate.sensitivity import attribute
 Progress = Callable[[str, int, int], None]
 # A change of a weight, relative to it, that no rounding to 4 bits makes: methods that rewrite weights do.
 REWRITTEN_WEIGHT, REWRITTEN_NORM = 0.35, 0.05
+
+
+@dataclass(frozen=True)
+class Checked:
+    """How many layers, and how many linears, are restored, those with the largest parts first.
+
+    Layers whose weights were rewritten have no parts, so all of them are restored.
+    """
+
+    layers: int = 8
+    linears: int = 8
 
 
 @dataclass(frozen=True)
@@ -88,14 +99,19 @@ class Subject:
 
 
 def explain(
-    model: OpenedModel, artifact: AnyArtifact, windows: torch.Tensor, checked: int, budget: float, progress: Progress
+    model: OpenedModel,
+    artifact: AnyArtifact,
+    windows: torch.Tensor,
+    checked: Checked,
+    budget: float,
+    progress: Progress,
 ) -> dict[str, Any]:
     """Ranks an artifact's parts, as JSON values (see README: which layer hurts).
 
     Args:
         model: the source.
         windows: int64 [windows, tokens], of text that calibration did not see.
-        checked: how many linears are restored too, those with the largest parts first.
+        checked: what is restored.
         budget: bits per weight that linears which are left unquantised may cost, on the mean over the quantised ones;
             a phone's stay quantised.
 
@@ -110,10 +126,11 @@ def explain(
     ranked = sorted(subject.linears, key=lambda linear: -parts[linear.name])
     candidates = [] if phone else skips(family, ranked, parts, subject.grids, dtype)
     chosen = choose(candidates, budget, subject.weights)
-    inside = [linear.name for linear in ranked if linear.layer is not None][:checked]
+    inside = [linear.name for linear in ranked if linear.layer is not None][: checked.linears]
+    layers = _worst_layers(subject, parts, checked.layers)
     skipped = frozenset(name for skip in chosen for name in skip.linears)
     wanted = [
-        *(Restoration(layers=frozenset([layer])) for layer in range(model.dimensions.layers)),
+        *(Restoration(layers=frozenset([layer])) for layer in layers),
         Restoration(head=True),
         *(Restoration(frozenset([name])) for name in inside),
         Restoration(skipped - {family.head}, head=family.head in skipped),
@@ -121,8 +138,8 @@ def explain(
     ]
     *others, kl = restored_kl(model, expansion, hidden, windows, wanted, dtype, lambda d, t: progress("restore", d, t))
     falls = [kl - other for other in others]
-    by_layer = falls[: model.dimensions.layers]
-    restored = dict(zip([family.head, *inside], falls[model.dimensions.layers : -1], strict=True))
+    by_layer = dict(zip(layers, falls, strict=False))
+    restored = dict(zip([family.head, *inside], falls[len(layers) : -1], strict=True))
     layout = None if isinstance(artifact, PhoneArtifact) else artifact.layout
     read = Replay(model.checkpoint, dtype).read
     others_estimated = alternatives(subject.linears, subject.rows, parts, moments, subject.grids, layout, read)
@@ -132,7 +149,7 @@ def explain(
         "windows": windows.shape[0],
         "tokens": windows.shape[0] * (windows.shape[1] - 1),
         "kl": kl,
-        "layers": [asdict(_layer(subject, layer, parts, fall)) for layer, fall in enumerate(by_layer)],
+        "layers": [asdict(_layer(subject, layer, parts, by_layer)) for layer in range(model.dimensions.layers)],
         "linears": [asdict(_linear(subject, linear, parts, restored)) for linear in ranked],
         "rewritten": [_layer_name(subject, layer) for layer in sorted(subject.rewritten, key=str)],
         "check": _check(subject, parts, restored, by_layer),
@@ -217,22 +234,35 @@ def _linear(subject: Subject, linear: Linear, parts: Mapping[str, float], restor
     return Part(linear.name, parts[linear.name], restored.get(linear.name), row.error, extra)
 
 
-def _layer(subject: Subject, layer: int, parts: Mapping[str, float], fall: float) -> Part:
+def _worst_layers(subject: Subject, parts: Mapping[str, float], count: int) -> list[int]:
+    """Layers to restore, in order."""
+    of_layers = {layer: _attributed(subject, layer, parts) for layer in range(subject.model.dimensions.layers)}
+    known = {layer: part for layer, part in of_layers.items() if part is not None}
+    worst = sorted(known, key=lambda layer: -known[layer])[:count]
+    return sorted([*(of_layers.keys() - known.keys()), *worst])
+
+
+def _attributed(subject: Subject, layer: int, parts: Mapping[str, float]) -> float | None:
     linears = [x for x in subject.model.linears if x.layer == layer and x.name in subject.rows]
-    attributed = None if layer in subject.rewritten else sum(parts[linear.name] for linear in linears)
+    return None if layer in subject.rewritten else sum(parts[linear.name] for linear in linears)
+
+
+def _layer(subject: Subject, layer: int, parts: Mapping[str, float], restored: Mapping[int, float]) -> Part:
+    linears = [x for x in subject.model.linears if x.layer == layer and x.name in subject.rows]
     extra = sum(extra_bits(linear, subject.grids[linear.name], subject.artifact.dtype) for linear in linears)
-    return Part(_layer_name(subject, layer), attributed, fall, None, extra)
+    return Part(_layer_name(subject, layer), _attributed(subject, layer, parts), restored.get(layer), None, extra)
 
 
 def _check(
-    subject: Subject, parts: Mapping[str, float], restored: Mapping[str, float], by_layer: Sequence[float]
+    subject: Subject, parts: Mapping[str, float], restored: Mapping[str, float], by_layer: Mapping[int, float]
 ) -> dict[str, Any]:
     """How well attribution and restoration agree, over the layers and linears that have both."""
     layers = {x.name: x.layer for x in subject.model.linears}
     pairs = [(parts[name], fall) for name, fall in restored.items() if layers[name] not in subject.rewritten]
-    for layer, fall in enumerate(by_layer):
-        if layer not in subject.rewritten:
-            pairs.append((sum(parts[name] for name, of in layers.items() if of == layer), fall))
+    for layer, fall in by_layer.items():
+        attributed = _attributed(subject, layer, parts)
+        if attributed is not None:
+            pairs.append((attributed, fall))
     values = torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2)
     correlation = float(torch.corrcoef(values.t())[0, 1]) if len(pairs) > 1 else float("nan")
     return {

@@ -27,9 +27,9 @@ def draw(found: Mapping[str, Any], file: Path) -> None:
         figure = Figure(figsize=(max(6.0, 0.32 * len(columns) + 3), 6.0 if inside else 3.2), layout="constrained")
         panels = figure.subplots(2 if inside else 1, 1, squeeze=False)[:, 0]
         above = panels[0]
-        above.bar(
-            range(len(columns)), [row["restored"] for row in columns], color="#4477aa", label="restored: measured"
-        )
+        restored = [(i, row["restored"]) for i, row in enumerate(columns) if row["restored"] is not None]
+        if restored:
+            above.bar(*zip(*restored, strict=True), color="#4477aa", label="restored: measured")
         attributed = [(i, row["attributed"]) for i, row in enumerate(columns) if row["attributed"] is not None]
         if attributed:
             above.plot(*zip(*attributed, strict=True), "k_", markersize=12, label="attributed")

@@ -28,7 +28,8 @@ from models.opened import OpenedModel, open_model
 from tests.helpers import Changed, tiny_checkpoint, tokens
 from tests.workshop import Built, Workshop, spec
 from validate.advice import Skip, choose, patterns, to_yaml
-from validate.explain import explain
+from validate.explain import Checked, explain
+from validate.explain_picture import draw
 from validate.restore import Restoration, restored_kl
 from validate.score import compare, final_hidden
 from validate.sensitivity import attribute
@@ -152,7 +153,7 @@ def test_a_damaged_linear_comes_first_and_the_advice_is_to_leave_it(
         return tensor + 0.3 * tensor.std() * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0))
 
     damaged(built, monkeypatch, noisy)
-    found = explain(built.model, built.artifact, IDS, 3, 0.0, quiet)
+    found = explain(built.model, built.artifact, IDS, Checked(linears=3), 0.0, quiet)
     assert found["linears"][0]["name"] == bad and found["rewritten"] == []
     assert min(layer["restored"] for layer in found["layers"]) > 0
     assert [linear["restored"] is not None for linear in found["linears"] if linear["name"] != "lm_head"][:4] == [
@@ -165,6 +166,19 @@ def test_a_damaged_linear_comes_first_and_the_advice_is_to_leave_it(
     assert found["check"]["correlation"] > 0.9
 
 
+def test_as_many_layers_are_restored_as_are_asked_for_the_worst_first(workshop: Workshop, tmp_path: Path) -> None:
+    built = workshop.built("llama-untied", spec("gptq"))
+    every, one = (explain(built.model, built.artifact, IDS, Checked(count, 0), 0.1, quiet) for count in (2, 1))
+    assert all(layer["restored"] is not None for layer in every["layers"])
+    worst = max(range(2), key=lambda layer: every["layers"][layer]["attributed"])
+    expected = [layer["restored"] if index == worst else None for index, layer in enumerate(every["layers"])]
+    assert [layer["restored"] for layer in one["layers"]] == expected
+    assert [layer["attributed"] for layer in one["layers"]] == [layer["attributed"] for layer in every["layers"]]
+    # The picture leaves the other's bar out.
+    draw(one, tmp_path / "one.png")
+    assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_rewritten_layers_are_compared_as_a_whole_only(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     built = workshop.built("llama-untied", spec("gptq"))
 
@@ -175,13 +189,16 @@ def test_rewritten_layers_are_compared_as_a_whole_only(workshop: Workshop, monke
             return tensor / 2
         return tensor
 
-    plain = explain(built.model, built.artifact, IDS, 2, 0.1, quiet)
+    plain = explain(built.model, built.artifact, IDS, Checked(linears=2), 0.1, quiet)
     damaged(built, monkeypatch, folded)
-    found = explain(built.model, built.artifact, IDS, 2, 0.1, quiet)
+    found = explain(built.model, built.artifact, IDS, Checked(linears=2), 0.1, quiet)
     assert found["rewritten"] == ["model.layers.1"]
     assert found["layers"][1]["attributed"] is None
     assert found["layers"][1]["restored"] == pytest.approx(plain["layers"][1]["restored"], rel=0.1)
     assert not [linear for linear in found["linears"] if linear["name"].startswith("model.layers.1.")]
+    # It has no part, so it is measured in any case.
+    none = explain(built.model, built.artifact, IDS, Checked(0, 0), 0.1, quiet)
+    assert [layer["restored"] for layer in none["layers"]] == [None, pytest.approx(found["layers"][1]["restored"])]
 
 
 @pytest.mark.parametrize("rewrite", ["fold", "rotate"])
@@ -196,7 +213,7 @@ def test_rewritten_models_are_explained_in_the_weights_that_were_quantised(
     ledger = Ledger({"name": "x", "files": {}}, vars(target), (), [], {}, view.config, "bfloat16")
     write(plan, view, results, model.dimensions.layers, tmp_path / "gptq", ledger, 2**30)
     artifact = Artifact(tmp_path / "gptq")
-    found = explain(model, artifact, IDS, 2, 0.1, quiet)
+    found = explain(model, artifact, IDS, Checked(linears=2), 0.1, quiet)
     assert found["rewritten"] == [] and len(found["linears"]) == len(model.linears)
     assert found["kl"] == pytest.approx(kl(view, Expansion(artifact)), rel=1e-6)
     assert found["check"]["correlation"] > 0.8
@@ -210,7 +227,7 @@ def test_hidden_states_that_no_method_turned_so_are_refused(
     built = workshop.built("llama-untied", spec("gptq"))
     damaged(built, monkeypatch, lambda name, tensor: tensor.flip(-1) if "embed" in name else tensor)
     with pytest.raises(BadInput, match=r"model.embed_tokens.weight is not the source's, in the weights"):
-        explain(built.model, built.artifact, IDS, 2, 0.1, quiet)
+        explain(built.model, built.artifact, IDS, Checked(linears=2), 0.1, quiet)
 
 
 @pytest.mark.parametrize("case, format, head", CASES)
@@ -218,7 +235,7 @@ def test_every_advised_target_can_be_run(workshop: Workshop, case: str, format: 
     built = workshop.built(
         case, spec(format, quantize_head=head, group_size=128, isa="avx2" if format == "tinygemm" else "")
     )
-    found = explain(built.model, built.artifact, IDS, 1, 3.0, quiet)
+    found = explain(built.model, built.artifact, IDS, Checked(linears=1), 3.0, quiet)
     changes = [entry["change"] for entry in found["advice"]]
     assert {"method": ["search"]} in changes and {"group_size": 32} in changes
     for entry in found["advice"]:
@@ -238,7 +255,7 @@ def test_every_advised_target_can_be_run(workshop: Workshop, case: str, format: 
 
 def test_what_costs_nothing_comes_first(workshop: Workshop) -> None:
     built = workshop.built("llama-untied", spec("gptq"))
-    found = explain(built.model, built.artifact, IDS, 0, 0.1, quiet)
+    found = explain(built.model, built.artifact, IDS, Checked(linears=0), 0.1, quiet)
     assert "gptq" in found["untried"]
     first = found["advice"][0]
     assert first["change"] == {"method": ["search"]} and first["extra_bits_per_weight"] == 0 and not first["measured"]
