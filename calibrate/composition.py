@@ -4,8 +4,9 @@ A list names exactly one method that chooses codes; the others work around it:
 
 1. ``fold`` or ``rotate`` rewrites the model before it is quantised, and keeps its function;
 2. ``awq`` rescales channels, layer by layer and link by link, and keeps it too;
-3. ``rtn``, ``search``, ``gptq`` choose a linear's codes, scales and zeros;
-4. ``refine`` improves them for the same layout, and ``tune`` trains them by gradient.
+3. ``fisher`` tells the methods that compensate what errors cost the model, and not only the linear's output;
+4. ``rtn``, ``search``, ``gptq`` choose a linear's codes, scales and zeros;
+5. ``refine`` improves them for the same layout, and ``tune`` trains them by gradient.
 
 Only data, without torch: configurations are checked against it.
 """
@@ -16,8 +17,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Stage = Literal["rewrite", "awq", "codes", "refine", "tune"]
-STAGES: tuple[Stage, ...] = ("rewrite", "awq", "codes", "refine", "tune")
+Stage = Literal["rewrite", "awq", "weigh", "codes", "refine", "tune"]
+STAGES: tuple[Stage, ...] = ("rewrite", "awq", "weigh", "codes", "refine", "tune")
 Needs = Literal["weights", "moments", "hessian"]
 # Methods that train learn from all but one of them at least.
 TRAINING_WINDOWS = 2
@@ -36,6 +37,7 @@ class Method:
         compensates: whether a channel's error is made up for by others.
         links: whether it works only for families that name the links between their modules.
         measures: whether it does nothing without text.
+        weighs: whether it measures what the model's loss makes of the linears' errors.
     """
 
     stage: Stage
@@ -45,12 +47,14 @@ class Method:
     compensates: bool = False
     links: bool = False
     measures: bool = False
+    weighs: bool = False
 
 
 METHODS: dict[str, Method] = {
     "fold": Method("rewrite", "weights", links=True),
     "rotate": Method("rewrite", "weights", links=True),
     "awq": Method("awq", "hessian", links=True, measures=True),
+    "fisher": Method("weigh", "hessian", measures=True, weighs=True),
     "rtn": Method("codes", "weights"),
     "search": Method("codes", "moments"),
     "gptq": Method("codes", "hessian", compares=True, compensates=True),
@@ -71,6 +75,8 @@ def composition_problems(names: Sequence[str]) -> list[str]:
     if not choosers:
         every = ", ".join(name for name, method in METHODS.items() if method.stage == "codes")
         problems.append(f"nothing chooses the codes: name one of {every} too")
+    if weighs(names) and choosers and not any(METHODS[name].compensates for name in choosers):
+        problems.append(f"fisher weighs errors that one channel makes up for another: {choosers[0]} makes up for none")
     ordered = sorted(names, key=lambda name: STAGES.index(METHODS[name].stage))
     if not problems and ordered != list(names):
         problems.append(f"methods work in one order: write [{', '.join(ordered)}]")
@@ -95,6 +101,11 @@ def compares(names: Sequence[str]) -> bool:
 def trains(names: Sequence[str]) -> bool:
     """Whether any of the methods trains the whole model on calibration text."""
     return any(METHODS[name].trains for name in names)
+
+
+def weighs(names: Iterable[str]) -> bool:
+    """Whether any of the methods wants the model's loss."""
+    return any(METHODS[name].weighs for name in names)
 
 
 def measures(names: Sequence[str]) -> list[str]:

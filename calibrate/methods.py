@@ -9,12 +9,13 @@ import torch
 
 from calibrate.gptq import gptq
 from calibrate.grid import Grid, Quantized
-from calibrate.refine import refine
+from calibrate.outputs import by_outputs
+from calibrate.refine import SWEEPS, refine
 from calibrate.search import error, round_to_nearest, search
 from calibrate.statistics import Inputs
 
 Choose = Callable[[torch.Tensor, Grid, Inputs], Quantized]
-Refine = Callable[[torch.Tensor, Quantized, Inputs], Quantized]
+Refine = Callable[[torch.Tensor, Quantized, Inputs, int], Quantized]
 
 
 # (weight [N, K], grid, inputs) -> Quantized
@@ -23,10 +24,12 @@ CHOOSE: Mapping[str, Choose] = {
     "search": lambda weight, grid, inputs: search(weight, grid, inputs.moments),
     "gptq": lambda weight, grid, inputs: gptq(weight, grid, inputs.factor),
 }
-# (weight [N, K], quantized, inputs) -> Quantized
+# (weight [N, K], quantized, inputs, sweeps) -> Quantized
 REFINE: Mapping[str, Refine] = {
-    "refine": lambda weight, quantized, inputs: refine(weight, quantized, inputs.full),
+    "refine": lambda weight, quantized, inputs, sweeps: refine(weight, quantized, inputs.full, sweeps),
 }
+# Sweeps of a refinement within a block of output channels, where there are many blocks: more find next to nothing.
+BLOCK_SWEEPS = 2
 
 
 @dataclass(frozen=True)
@@ -44,19 +47,33 @@ class Chosen:
     fallback: str = ""
 
 
-def choose(weight: torch.Tensor, grid: Grid, names: Sequence[str], inputs: Inputs | None) -> Chosen:
+def choose(
+    weight: torch.Tensor,
+    grid: Grid,
+    names: Sequence[str],
+    inputs: Inputs | None,
+    outputs: Sequence[torch.Tensor] = (),
+) -> Chosen:
     """Quantises a linear [N, K] by those methods of a list that work on a single one.
 
     The result is never worse than round to nearest in the error that the inputs define; None makes all channels alike.
+
+    Args:
+        outputs: what errors of the outputs cost, see `calibrate.outputs`; empty weighs all alike.
     """
     known = inputs or Inputs.alike(weight.shape[1])
     plain = round_to_nearest(weight, grid)
     weight = known.target(weight)
     (first,) = (name for name in names if name in CHOOSE)
-    quantized = CHOOSE[first](weight, grid, known)
-    for name in names:
-        if name in REFINE:
-            quantized = REFINE[name](weight, quantized, known)
+
+    def quantise(rows: torch.Tensor) -> Quantized:
+        found = CHOOSE[first](rows, grid, known)
+        for name in names:
+            if name in REFINE:
+                found = REFINE[name](rows, found, known, BLOCK_SWEEPS if outputs else SWEEPS)
+        return found
+
+    quantized = by_outputs(weight, outputs, quantise) if outputs else quantise(weight)
     found = error(weight, quantized, known.second)
     bound = error(weight, plain, known.second)
     if found <= bound:

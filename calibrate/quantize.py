@@ -9,19 +9,18 @@ from functools import partial
 import torch
 from torch import nn
 
-from calibrate.composition import compares, needs, trains
+from calibrate.composition import compares, needs, trains, weighs
+from calibrate.fisher import Fisher
 from calibrate.grid import Grid, check_finite
 from calibrate.links import Smoother
 from calibrate.methods import choose
-from calibrate.replay import Replay
+from calibrate.replay import Replay, batches
 from calibrate.results import Hidden, QuantizedLayer, Results
 from calibrate.statistics import Inputs, Moments, first_input, reading
 from models.checkpoint import Checkpoint
 from models.family import Dimensions, Family, Linear
 from models.skeleton import stored_name
 
-# Tokens in one forward pass of a layer: enough to fill a matrix unit, small enough for eager attention.
-BATCH_TOKENS = 4096
 # Tokens of a batch whose inputs are looked at one by one, where the engine rounds them.
 SAMPLE = 128
 Progress = Callable[[str, int, int], None]
@@ -64,14 +63,14 @@ class Recipe:
         return trains(self.method)
 
     @property
+    def weighs(self) -> bool:
+        """Whether `calibrate.fisher` goes before."""
+        return weighs(self.method)
+
+    @property
     def smooths(self) -> bool:
         """Whether channels are rescaled along the family's links."""
         return "awq" in self.method
-
-
-def batches(windows: torch.Tensor) -> list[torch.Tensor]:
-    """Windows [count, tokens] in batches of about BATCH_TOKENS tokens."""
-    return list(windows.split(max(1, BATCH_TOKENS // windows.shape[1])))
 
 
 def quantize(
@@ -81,6 +80,7 @@ def quantize(
     windows: torch.Tensor | None,
     results: Results,
     progress: Progress = lambda what, done, total: None,
+    fisher: Fisher | None = None,
 ) -> None:
     """Fills ``results`` with every layer's quantised linears and the head's, continuing where it stopped.
 
@@ -90,6 +90,7 @@ def quantize(
         recipe: grids and methods.
         windows: calibration token ids [count, tokens]; None quantises from the weights alone.
         progress: called with what is being done, and how much of how much is done.
+        fisher: of the same windows, where the recipe weighs errors by it.
 
     Raises:
         BadInput: for a non-finite weight, naming tensor and index.
@@ -104,7 +105,7 @@ def quantize(
     if stream is not None and recipe.smooths:
         named, head_dim = {linear.name: linear for linear in linears}, Dimensions.of(replay.model.config).head_dim
         smoother = Smoother(replay.family, named, recipe.method, head_dim, recipe.dtype)
-    run = _Run(checkpoint, replay, dict(recipe.grids), recipe, stream, results, smoother)
+    run = _Run(checkpoint, replay, dict(recipe.grids), recipe, stream, results, smoother, fisher)
     by_layer: dict[int, list[Linear]] = {}
     for linear in linears:
         if linear.name in run.grids:
@@ -132,12 +133,22 @@ class _Stream:
             self.hidden = results.load_hidden(start)
 
     def inputs(
-        self, layer: nn.Module, index: int, name: str, seen: Moments, reference: Sequence[torch.Tensor]
+        self,
+        layer: nn.Module,
+        index: int,
+        name: str,
+        seen: Moments,
+        reference: Sequence[torch.Tensor],
+        tokens: torch.Tensor | None,
     ) -> Inputs:
-        """What a linear of the layer, with its weights as they are now, reads, beside what it reads in the source."""
+        """What a linear of the layer, with its weights as they are now, reads, beside what it reads in the source;
+        ``tokens`` is what each token counts."""
+        counts = (
+            None if tokens is None else tokens.split([hidden.shape[:2].numel() for hidden in self.hidden.quantized])
+        )
         for i, hidden in enumerate(self.hidden.quantized):
             x = first_input(layer.get_submodule(name), partial(self.replay.run, layer, index, hidden))
-            seen.add(x, reference[i] if reference else None)
+            seen.add(x, reference[i] if reference else None, None if counts is None else counts[i])
         return seen.inputs()
 
     def advance(self, layer: nn.Module, index: int) -> None:
@@ -168,13 +179,21 @@ class _Run:
     stream: _Stream | None
     results: Results
     smoother: Smoother | None = None
+    fisher: Fisher | None = None
 
     def moments(self) -> Moments:
         keeps = SAMPLE if self.smoother is not None and self.recipe.int8_inputs else 0
         return Moments(needs(self.recipe.method) == "hessian", keeps)
 
-    def choose(self, linear: Linear, weight: torch.Tensor, inputs: Inputs | None, found: QuantizedLayer) -> None:
-        chosen = choose(weight, self.grids[linear.name], self.recipe.method, inputs)
+    def choose(
+        self,
+        linear: Linear,
+        weight: torch.Tensor,
+        inputs: Inputs | None,
+        found: QuantizedLayer,
+        outputs: Sequence[torch.Tensor] = (),
+    ) -> None:
+        chosen = choose(weight, self.grids[linear.name], self.recipe.method, inputs, outputs)
         found.linears[linear.name], found.errors[linear.name] = chosen.quantized, chosen.error
         if chosen.fallback:
             found.fallbacks[linear.name] = chosen.fallback
@@ -200,6 +219,7 @@ def _layer(run: _Run, index: int, linears: list[Linear]) -> None:
             check_finite(f"{run.checkpoint.name}: {name}.weight", run.checkpoint.read(f"{name}.weight"))
         found = QuantizedLayer()
         together = {g[0].module.removeprefix(prefix): g for g in groups(replay.family, prefix, linears)}
+        loss = None if run.fisher is None else run.fisher.load(index)
         reference: dict[str, list[torch.Tensor]] = {}
         if stream is not None and run.recipe.compares:
             # While the layer's weights are still the source's.
@@ -208,7 +228,8 @@ def _layer(run: _Run, index: int, linears: list[Linear]) -> None:
             modules = {linear.module: layer.get_submodule(linear.module.removeprefix(prefix)) for linear in group}
             inputs, factors = None, None
             if stream is not None:
-                inputs = stream.inputs(layer, index, first, run.moments(), reference.pop(first, ()))
+                tokens = None if loss is None else loss.counts([linear.name for linear in group])
+                inputs = stream.inputs(layer, index, first, run.moments(), reference.pop(first, ()), tokens)
             if run.smoother is not None and inputs is not None:
                 factors = run.smoother.smooth(layer, prefix, group, run.grids[group[0].name], inputs, found)
                 inputs = inputs if factors is None else inputs.scaled(factors)
@@ -216,7 +237,8 @@ def _layer(run: _Run, index: int, linears: list[Linear]) -> None:
                 module = modules[linear.module]
                 assert isinstance(module, nn.Linear)
                 rows = module.weight[linear.start : linear.stop]
-                run.choose(linear, rows if factors is None else rows.float() * factors, inputs, found)
+                outputs = () if loss is None else loss.outputs[linear.name]
+                run.choose(linear, rows if factors is None else rows.float() * factors, inputs, found, outputs)
                 rows.copy_(found.linears[linear.name].dequantize(run.recipe.dtype))
         if stream is not None:
             stream.advance(layer, index)

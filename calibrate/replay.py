@@ -22,6 +22,13 @@ from models.family import Family, family_of
 from models.skeleton import Reader, materialise, reader, release, skeleton
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+# Tokens in one forward pass of a layer: enough to fill a matrix unit, small enough for eager attention.
+BATCH_TOKENS = 4096
+
+
+def batches(windows: torch.Tensor) -> list[torch.Tensor]:
+    """Windows [count, tokens] in batches of about BATCH_TOKENS tokens."""
+    return list(windows.split(max(1, BATCH_TOKENS // windows.shape[1])))
 
 
 class Recorder(nn.Module):

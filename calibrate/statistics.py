@@ -87,8 +87,11 @@ class Moments:
     tokens: int = 0
     kept: list[torch.Tensor] = field(default_factory=list)
 
-    def add(self, x: torch.Tensor, reference: torch.Tensor | None = None) -> None:
-        """Takes inputs [..., K], and what the source's model has in their place."""
+    def add(self, x: torch.Tensor, reference: torch.Tensor | None = None, weights: torch.Tensor | None = None) -> None:
+        """Takes inputs [..., K], what the source's model has in their place, and what each token counts, fp32 [...]."""
+        if weights is not None:
+            roots = weights.sqrt().to(x.dtype).view(*x.shape[:-1], 1)
+            x, reference = x * roots, None if reference is None else reference * roots
         x = x.reshape(-1, x.shape[-1])
         self.total = _sum(self.total, x.float().square().sum(0).double())
         if self.full:

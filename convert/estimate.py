@@ -8,6 +8,8 @@ from pathlib import Path
 
 import psutil
 
+from calibrate.composition import rewrites_of
+from calibrate.fisher import SPAN
 from convert.prepare import Prepared
 from export.opened import AnyPlan
 from export.phone.plan import PhonePlan
@@ -73,6 +75,14 @@ def estimate(prepared: Prepared) -> Estimate:
     calibration = largest_layer * 3 + embedding + max(1, streams) * hidden_once * 2
     if any(plan.recipe.compares for plan in prepared.plans):
         calibration += _read_bytes(prepared)
+    weighing = [plan for plan in prepared.plans if plan.recipe.weighs]
+    if weighing:
+        # Each layer's inputs on the way, and the products of the gradients of every layer that quantises other weights.
+        outputs = _output_bytes(prepared)
+        layers = prepared.model.dimensions.layers
+        work += (layers + 2) * _hidden_bytes(prepared, validation=False)
+        work += sum(outputs) * len({tuple(rewrites_of(plan.recipe.method)) for plan in weighing})
+        calibration += max(outputs, default=0) + hidden_once * 2
     trained = [plan for plan in prepared.plans if plan.recipe.trains]
     if trained:
         # Table and head of the reference and of the model.
@@ -170,6 +180,15 @@ def _read_bytes(prepared: Prepared) -> int:
             layers.setdefault(linear.layer, {})[shard] = linear.columns
     widest = max((sum(columns.values()) for columns in layers.values()), default=0)
     return _tokens(prepared, validation=False) * widest * prepared.dtype.itemsize
+
+
+def _output_bytes(prepared: Prepared) -> list[int]:
+    """Of the products of the gradients at the outputs of each layer's linears."""
+    layers: dict[int, int] = {}
+    for linear in prepared.model.linears:
+        if linear.layer is not None:
+            layers[linear.layer] = layers.get(linear.layer, 0) + 4 * linear.rows * min(linear.rows, SPAN)
+    return list(layers.values())
 
 
 def _itemsize(prepared: Prepared) -> int:

@@ -10,9 +10,13 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from calibrate.composition import rewrites_of
+from calibrate.fisher import Fisher, Progress, measure
 from calibrate.quantize import quantize
 from calibrate.results import Results
-from calibrate.text import Windows
+from calibrate.text import Windows, digest_of
 from calibrate.tune import seen, tune
 from convert.config import Pipeline
 from convert.estimate import check_room, estimate
@@ -27,6 +31,7 @@ from export.opened import AnyArtifact, AnyPlan, open_artifact
 from export.phone.plan import PhonePlan
 from export.phone.write import write as write_phone
 from export.plan import TargetPlan
+from models.checkpoint import Checkpoint
 from models.errors import BadInput
 from models.files import recover_folder, replace_file, to_json
 from validate.engines.workers.phone_host import PartDriver
@@ -167,7 +172,8 @@ def _build(job: Job, plan: AnyPlan, calibration: Windows | None) -> AnyArtifact:
     weights = plan.rewritten(model).checkpoint
     linears = plan.linears if isinstance(plan, PhonePlan) else model.linears
     shown = seen(ids) if plan.recipe.trains and ids is not None else ids
-    quantize(weights, linears, plan.recipe, shown, results, progress)
+    fisher = _fisher(job, plan, weights, shown, progress)
+    quantize(weights, linears, plan.recipe, shown, results, progress, fisher)
     notes = (*_notes(prepared, plan), *bits)
     if plan.recipe.trains and ids is not None:
         tuned = tune(model.checkpoint, weights, linears, plan.recipe.dtype, ids, results, progress)
@@ -194,6 +200,24 @@ def _build(job: Job, plan: AnyPlan, calibration: Windows | None) -> AnyArtifact:
     artifact.check()
     show.say(f"{name}: written to {os.path.relpath(folder)}")
     return artifact
+
+
+def _fisher(
+    job: Job, plan: AnyPlan, weights: Checkpoint, windows: torch.Tensor | None, progress: Progress
+) -> Fisher | None:
+    """What the loss says of the errors, measured once for all targets that quantise the same weights."""
+    if not plan.recipe.weighs or windows is None:
+        return None
+    recipe = plan.recipe
+    content = {
+        "source": job.source["files"],
+        "rewrites": rewrites_of(recipe.method),
+        "dtype": str(recipe.dtype),
+        "windows": digest_of(windows),
+    }
+    return measure(
+        weights, job.prepared.model.linears, recipe.dtype, windows, job.store.stage("fisher", content), progress
+    )
 
 
 def windows_for(plan: AnyPlan, calibration: Windows | None) -> Windows | None:
