@@ -11,7 +11,7 @@ from convert.config import Pipeline
 from convert.judge import Job, measurement_key, position_key, reference_key
 from convert.precision import PARTS, sensitivity_key, with_precision
 from convert.prepare import prepare
-from convert.run import calibration_key, observation_key, source_of, windows_for
+from convert.run import calibration_key, fisher_key, observation_key, shown_to, source_of, windows_for
 from convert.store import Store
 from convert.terminal import Reporter
 from export.artifact import is_artifact
@@ -80,6 +80,9 @@ def _used(pipeline: Pipeline, store: Store, show: Reporter) -> list[Path]:
             chosen = with_precision(job, plan, content, windows.ids, show)
             content = calibration_key(job, chosen.plan, windows)
         found.append(store.path("calibrate", content))
+        weighed = fisher_key(job, plan, shown_to(plan, None if windows is None else windows.ids))
+        if weighed is not None:
+            found.append(store.path("fisher", weighed))
         if isinstance(plan, PhonePlan):
             found.append(store.path("observe", observation_key(plan, content)))
     return found if texts.settings is None else found + _measured(job, prepared.plans, texts.settings)

@@ -172,7 +172,7 @@ class Pipeline(Section):
         measuring = [f"method {name}" for target in targets for name in measures(target.code_methods)]
         measuring += ["bits_per_weight" for target in targets if target.bits_per_weight is not None]
         if measuring and calibration is None:
-            raise broken_rule(f"{measuring[0]} keeps what measures better: it needs a `calibration` section")
+            raise broken_rule(f"{measuring[0]} measures on calibration text: it needs a `calibration` section")
         return targets
 
     @field_validator("work")

@@ -171,7 +171,7 @@ def _build(job: Job, plan: AnyPlan, calibration: Windows | None) -> AnyArtifact:
     # What is quantised may be the same function in other weights.
     weights = plan.rewritten(model).checkpoint
     linears = plan.linears if isinstance(plan, PhonePlan) else model.linears
-    shown = seen(ids) if plan.recipe.trains and ids is not None else ids
+    shown = shown_to(plan, ids)
     fisher = _fisher(job, plan, weights, shown, progress)
     quantize(weights, linears, plan.recipe, shown, results, progress, fisher)
     notes = (*_notes(prepared, plan), *bits)
@@ -206,18 +206,28 @@ def _fisher(
     job: Job, plan: AnyPlan, weights: Checkpoint, windows: torch.Tensor | None, progress: Progress
 ) -> Fisher | None:
     """What the loss says of the errors, measured once for all targets that quantise the same weights."""
+    content = fisher_key(job, plan, windows)
+    if content is None or windows is None:
+        return None
+    folder = job.store.stage("fisher", content)
+    return measure(weights, job.prepared.model.linears, plan.recipe.dtype, windows, folder, progress)
+
+
+def fisher_key(job: Job, plan: AnyPlan, windows: torch.Tensor | None) -> dict[str, Any] | None:
+    """What decides the Fisher information on the windows that a target's methods see; None where none is asked for."""
     if not plan.recipe.weighs or windows is None:
         return None
-    recipe = plan.recipe
-    content = {
+    return {
         "source": job.source["files"],
-        "rewrites": rewrites_of(recipe.method),
-        "dtype": str(recipe.dtype),
+        "rewrites": rewrites_of(plan.recipe.method),
+        "dtype": str(plan.recipe.dtype),
         "windows": digest_of(windows),
     }
-    return measure(
-        weights, job.prepared.model.linears, recipe.dtype, windows, job.store.stage("fisher", content), progress
-    )
+
+
+def shown_to(plan: AnyPlan, ids: torch.Tensor | None) -> torch.Tensor | None:
+    """The calibration windows [count, tokens] without those that judge a training."""
+    return seen(ids) if plan.recipe.trains and ids is not None else ids
 
 
 def windows_for(plan: AnyPlan, calibration: Windows | None) -> Windows | None:

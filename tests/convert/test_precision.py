@@ -71,4 +71,4 @@ def test_a_budget_without_calibration_text_is_refused(tmp_path: Path) -> None:
     file = project(tmp_path / "p")
     write_yaml(file.parent, {k: v for k, v in content.items() if k != "calibration"})
     result = invoke("run", file)
-    assert result.exit_code == 2 and "bits_per_weight keeps what measures better" in result.output.replace("\n", " ")
+    assert result.exit_code == 2 and "bits_per_weight measures on calibration text" in result.output.replace("\n", " ")

@@ -20,7 +20,7 @@ from tests.helpers import tokens
 from tests.runs import invoke, project, settings, write_yaml
 from tests.workshop import FORMATS
 
-METHODS = (["rotate", "rtn"], ["fold", "rtn"], ["awq", "rtn"], ["rotate", "awq", "gptq", "refine"])
+METHODS = (["rotate", "rtn"], ["fold", "rtn"], ["awq", "rtn"], ["rotate", "awq", "fisher", "gptq", "refine"])
 # (family, configuration, whether the source's head shares the embedding)
 FAMILIES: dict[str, tuple[dict[str, Any], bool]] = {
     "llama": ({}, True),
@@ -96,7 +96,7 @@ def test_expanded_weights_load_as_the_ordinary_class(finished: tuple[Path, str],
     file, family = finished
     source = AutoModelForCausalLM.from_pretrained(file.parent / "model", dtype=torch.float32)
     ids = tokens(2, 24)
-    for name in ("rotate-gptq", "fold2", "awq2", "rotate4"):
+    for name in ("rotate-gptq", "fold2", "awq2", "rotate5"):
         result = invoke("expand", file.parent / "output" / name, tmp_path / name)
         assert result.exit_code == 0, result.output
         model, info = AutoModelForCausalLM.from_pretrained(
@@ -128,6 +128,6 @@ def test_awq_without_calibration_text_is_refused_before_any_work(tmp_path: Path)
     write_yaml(file.parent, {k: v for k, v in content.items() if k != "calibration"})
     result = invoke("run", file)
     assert result.exit_code == 2
-    assert "targets: method awq keeps what measures better: it needs a `calibration`" in result.output.replace(
+    assert "targets: method awq measures on calibration text: it needs a `calibration`" in result.output.replace(
         "\n", " "
     )
