@@ -105,8 +105,8 @@ def test_expanded_weights_load_as_the_ordinary_class(finished: tuple[Path, str],
         assert type(model) is type(source) and not any(info.values())
         with torch.no_grad():
             ours, theirs = model(ids, use_cache=False).logits, source(ids, use_cache=False).logits
-        # Rounding to nearest of random weights in 4 bits; a wrong rewrite would leave nothing of the function.
-        assert float((ours - theirs).norm() / theirs.norm()) < 0.55, name
+        # Random weights in 4 bits, calibrated on little text; a wrong rewrite would leave nothing of the function (1.4).
+        assert float((ours - theirs).norm() / theirs.norm()) < 0.6, name
 
 
 def test_links_that_were_scaled_stand_in_the_ledger(finished: tuple[Path, str]) -> None:
