@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from models.wide import multiplies
 from tests.helpers import ROOT
 from tests.runs import command, environment, write_yaml
 
@@ -53,10 +55,15 @@ def run(folder: Path, method: str, windows: int, **changes: Any) -> dict[str, An
 
 
 def test_round_to_nearest_costs_what_others_measured(tmp_path: Path) -> None:
-    report = run(tmp_path, "rtn", 80)
-    assert report["reference"]["perplexity"] == pytest.approx(PERPLEXITY, rel=0.002)
+    # All 80 windows take seven times as long where the processor multiplies no bf16: there a quarter of them, evenly
+    # spread among the same text, and the noise of so few.
+    windows = 80 if multiplies(torch.bfloat16) else 20
+    report = run(tmp_path, "rtn", windows)
+    if windows == 80:
+        assert report["reference"]["perplexity"] == pytest.approx(PERPLEXITY, rel=0.002)
     for target in report["targets"]:
-        assert target["perplexity_ratio"] == pytest.approx(RATIOS[target["name"]], rel=0.02), target["name"]
+        ratio, noise = target["perplexity_ratio"], 0.0 if windows == 80 else 2 * target["perplexity_ratio_se"]
+        assert ratio == pytest.approx(RATIOS[target["name"]], abs=0.02 * ratio + noise), target["name"]
 
 
 def test_search_loses_less_than_round_to_nearest(tmp_path: Path) -> None:

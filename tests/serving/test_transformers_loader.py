@@ -21,6 +21,7 @@ from export.opened import save
 from export.serving import linear
 from export.serving.transformers_loader import TinygemmLinear, register
 from models.errors import BadInput
+from models.wide import widen
 from tests.helpers import ROOT, tokens
 from tests.serving.test_linear import operator_calls
 from tests.workshop import Built, Workshop, spec
@@ -34,7 +35,10 @@ def build(workshop: Workshop, case: str, isa: str | None = None, **changes: Any)
 
 def expansion(built: Built, folder: Path) -> torch.nn.Module:
     save(Expansion(built.artifact), folder, 2**30)
-    return AutoModelForCausalLM.from_pretrained(folder).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    # A bias is added before the sum is rounded, as the operator's is, also where torch itself would round twice.
+    widen(model, model.dtype)
+    return model
 
 
 def packed(model: torch.nn.Module) -> dict[str, TinygemmLinear]:

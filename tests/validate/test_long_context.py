@@ -13,6 +13,7 @@ from calibrate.text import tokenise
 from models.checkpoint import Folder
 from models.errors import BadInput
 from models.tokenizer import load_tokenizer
+from models.wide import widen
 from tests.helpers import ROOT, TEXT, WINDOW, tiny_checkpoint, tokens
 from validate.long_context import LongText, compare_long, long_logprobs, long_text, sliding_window
 
@@ -34,6 +35,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 
 def transformers_logprobs(path: Path, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    widen(model, dtype)
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
     return logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
