@@ -105,7 +105,7 @@ def test_expanded_weights_load_as_the_ordinary_class(finished: tuple[Path, str],
         assert type(model) is type(source) and not any(info.values())
         with torch.no_grad():
             ours, theirs = model(ids, use_cache=False).logits, source(ids, use_cache=False).logits
-        # Random weights in 4 bits, calibrated on little text; a wrong rewrite would leave nothing of the function (1.4).
+        # Random weights in 4 bits, calibrated on little text; a wrong rewrite would leave nothing of the function.
         assert float((ours - theirs).norm() / theirs.norm()) < 0.6, name
 
 

