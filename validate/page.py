@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from export.ledger import Ledger
@@ -34,6 +35,22 @@ def to_page(report: Mapping[str, Any], artifacts: Sequence[AnyArtifact], earlier
         artifacts: of the report's targets, for their ledgers.
         earlier: the history before this run.
     """
+    ledgers = {str(artifact.ledger.target["name"]): artifact.ledger for artifact in artifacts}
+    targets = [_target(target, report) for target in report["targets"]]
+    return _template().render(
+        report=report,
+        reference=report["reference"],
+        positioning=[{**dict.fromkeys(OTHERS), **row} for row in report.get("positioning", [])],
+        targets=targets,
+        failed=[f"{target['name']}: {line}" for target in report["targets"] for line in failures(target)],
+        pictures=[{"title": title, "svg": Markup(svg)} for title, svg in _pictures(report, ledgers, earlier)],
+        rows=[row for name, ledger in ledgers.items() for row in _ledger_rows(name, ledger)],
+        ledgers=ledgers,
+    )
+
+
+@cache
+def _template() -> Template:
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -48,18 +65,7 @@ def to_page(report: Mapping[str, Any], artifacts: Sequence[AnyArtifact], earlier
         "gap": gap_text,
         "engine_ratio": engine_ratio,
     }
-    ledgers = {str(artifact.ledger.target["name"]): artifact.ledger for artifact in artifacts}
-    targets = [_target(target, report) for target in report["targets"]]
-    return environment.get_template("report.html.j2").render(
-        report=report,
-        reference=report["reference"],
-        positioning=[{**dict.fromkeys(OTHERS), **row} for row in report.get("positioning", [])],
-        targets=targets,
-        failed=[f"{target['name']}: {line}" for target in report["targets"] for line in failures(target)],
-        pictures=[{"title": title, "svg": Markup(svg)} for title, svg in _pictures(report, ledgers, earlier)],
-        rows=[row for name, ledger in ledgers.items() for row in _ledger_rows(name, ledger)],
-        ledgers=ledgers,
-    )
+    return environment.get_template("report.html.j2")
 
 
 def _figure(value: float | None, digits: int = 4) -> str:

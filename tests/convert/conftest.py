@@ -1,4 +1,4 @@
-"""One finished run, made by the real command line, that many tests look at or copy."""
+"""One finished run that many tests look at or copy."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import convert, project
+from tests.runs import invoke, project
 
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a finished run of all three formats; not to be changed."""
     folder = tmp_path_factory.mktemp("finished") / "project"
-    result = convert("run", project(folder), cwd=folder)
-    assert result.returncode == 0, result.stderr
+    result = invoke("run", project(folder))
+    assert result.exit_code == 0, result.output
     return folder
 
 
