@@ -16,7 +16,13 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # The commands that tests start are small too.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+from collections.abc import Iterator  # noqa: E402
+from typing import TYPE_CHECKING  # noqa: E402
+
 import pytest  # noqa: E402
+
+if TYPE_CHECKING:
+    from tests.runs import Zygote
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -24,6 +30,16 @@ def one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    """The command line in forks of one process."""
+    from tests.runs import Zygote, environment
+
+    process = Zygote(environment(), tmp_path_factory.mktemp("zygote"))
+    yield process
+    process.close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -74,6 +76,75 @@ def convert(*arguments: Any, cwd: Path | None = None) -> subprocess.CompletedPro
     return subprocess.run(
         command(*arguments), capture_output=True, text=True, timeout=TIMEOUT, cwd=cwd, env=environment()
     )
+
+
+class Zygote:
+    """The command line in forks of one process, without the seconds that imports take; see zygote.py.
+
+    Args:
+        environment: of all of them.
+        folder: for what they say.
+    """
+
+    def __init__(self, environment: dict[str, str], folder: Path) -> None:
+        self._folder = folder
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.zygote"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=ROOT,
+            # What runs in the background of a shell inherits an ignored SIGINT.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+
+    def start(
+        self,
+        *arguments: Any,
+        kill: tuple[str, int, str] | None = None,
+        cwd: Path | None = None,
+        terminal: str | None = None,
+        **environment: str,
+    ) -> int:
+        """Starts a command and returns its process id; `wait` comes before the next one.
+
+        Args:
+            kill: where it is killed.
+            terminal: the device that is its standard error.
+            environment: changes of it.
+        """
+        assert self._process.stdin and self._process.stdout
+        for name in ("stdout", "stderr"):
+            (self._folder / name).write_bytes(b"")
+        request = {
+            "arguments": [str(argument) for argument in arguments],
+            "stdout": str(self._folder / "stdout"),
+            "stderr": terminal or str(self._folder / "stderr"),
+            "cwd": None if cwd is None else str(cwd),
+            "environment": environment,
+            "kill": kill,
+        }
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return int(self._process.stdout.readline())
+
+    def wait(self) -> subprocess.CompletedProcess[str]:
+        """The end of the command that was started last: its exit code, or minus the signal, and what it said."""
+        assert self._process.stdout
+        code = int(self._process.stdout.readline())
+        said = ((self._folder / name).read_text() for name in ("stdout", "stderr"))
+        return subprocess.CompletedProcess([], code, *said)
+
+    def run(self, *arguments: Any, **options: Any) -> subprocess.CompletedProcess[str]:
+        """A command from `start` to its end."""
+        self.start(*arguments, **options)
+        return self.wait()
+
+    def close(self) -> None:
+        assert self._process.stdin
+        self._process.stdin.close()
+        self._process.wait(timeout=60)
 
 
 def content(folder: Path) -> dict[str, str]:

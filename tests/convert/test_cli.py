@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -20,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from convert.cli import main
 from models.checkpoint import Folder
-from tests.runs import LENGTH, PROMPTS, TARGETS, WINDOWS, command, convert, environment, invoke, project, settings
+from tests.runs import LENGTH, PROMPTS, TARGETS, WINDOWS, Zygote, convert, environment, invoke, project, settings
 
 Copy = Callable[[], Path]
 COMMANDS = sorted(main.commands)
@@ -74,26 +75,16 @@ def test_a_bug_shows_its_trace_and_is_not_taken_for_a_failed_gate(monkeypatch: p
     assert "ZeroDivisionError: oops" in result.output and "this is a bug in edge-convert" in result.output
 
 
-def test_an_interrupt_ends_with_its_own_code_and_no_trace(tmp_path: Path) -> None:
+def test_an_interrupt_ends_with_its_own_code_and_no_trace(zygote: Zygote, tmp_path: Path) -> None:
     folder = project(tmp_path / "p", calibration=settings()["calibration"] | {"samples": 40}).parent
-    process = subprocess.Popen(
-        command("run", folder / "pipeline.yaml"),
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(),
-        # Tests that run in the background of a shell inherit an ignored SIGINT.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    try:
-        deadline = time.monotonic() + 120
-        while not list(folder.glob("work/calibrate-*")) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == 130
-    assert "interrupted" in errors and "Traceback" not in errors
+    process = zygote.start("run", folder / "pipeline.yaml")
+    deadline = time.monotonic() + 120
+    while not list(folder.glob("work/calibrate-*")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(process, signal.SIGINT)
+    done = zygote.wait()
+    assert done.returncode == 130
+    assert "interrupted" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_probe_recommends_a_target_with_the_reason() -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from models.checkpoint import INDEX
 from tests.helpers import tiny_checkpoint, tiny_tokenizer
-from tests.runs import convert, invoke, project, settings, write_yaml
+from tests.runs import Zygote, invoke, project, settings, write_yaml
 
 Change = Callable[[Path], None]
 DATASET = {"path": "text", "data_files": "text.txt"}
@@ -257,9 +257,9 @@ def test_an_all_zero_group_is_no_mistake(plain: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
 
 
-def test_the_real_command_line_says_the_same(plain: Path, tmp_path: Path) -> None:
+def test_a_process_says_the_same(plain: Path, zygote: Zygote, tmp_path: Path) -> None:
     folder = shutil.copytree(plain, tmp_path / "p")
     missing_shard(folder)
-    result = convert("run", folder / "pipeline.yaml")
+    result = zygote.run("run", folder / "pipeline.yaml")
     assert result.returncode == 2 and result.stdout == "" and "Traceback" not in result.stderr
     assert result.stderr.startswith("error: ") and "there is no such file" in result.stderr

@@ -16,8 +16,8 @@ from tests.runs import (
     LENGTH,
     TARGETS,
     VOLATILE,
+    Zygote,
     content,
-    convert,
     invoke,
     project,
     same_report,
@@ -287,9 +287,9 @@ def test_the_ledger_names_no_folder_of_this_machine(finished: Path, tmp_path: Pa
     assert ledger.calibration["dataset"]["data_files"] == ["./text.txt"]
 
 
-def test_equal_runs_in_different_folders_give_equal_bytes(finished: Path, tmp_path: Path) -> None:
+def test_equal_runs_in_different_folders_give_equal_bytes(finished: Path, zygote: Zygote, tmp_path: Path) -> None:
     folder = project(tmp_path / "deep" / "er" / "p").parent
-    result = convert("run", "p/pipeline.yaml", cwd=folder.parent)
+    result = zygote.run("run", "p/pipeline.yaml", cwd=folder.parent)
     assert result.returncode == 0, result.stderr
     ours, theirs = content(folder / "output"), content(finished / "output")
     assert ours.keys() == theirs.keys()

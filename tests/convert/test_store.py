@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 
 from convert.store import STAGE_VERSIONS, Store, digest
 from models.errors import BadInput
-from tests.runs import environment
 
 
 def test_a_digest_depends_on_content_and_not_on_the_order_of_keys() -> None:
@@ -44,20 +43,17 @@ def test_force_renews_a_stage_once_and_spares_what_this_run_made(tmp_path: Path)
     assert (forced.stage("measure", {}) / "new").is_file()
 
 
-def test_a_second_run_is_kept_out_until_the_first_ends(tmp_path: Path) -> None:
-    with Store(tmp_path).locked():
-        code = f"""
-from pathlib import Path
-from convert.store import Store
-with Store(Path({str(tmp_path)!r})).locked():
-    print("in")
-"""
-        result = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, env=environment(), timeout=120
-        )
-        assert result.returncode == 1 and "another run is using this work folder" in result.stderr
-    with Store(tmp_path).locked():
-        pass
+def test_a_second_process_is_kept_out_until_the_first_ends(tmp_path: Path) -> None:
+    with Store(tmp_path).locked(), ProcessPoolExecutor(1, get_context("fork")) as processes:
+        refused = processes.submit(_enter, tmp_path).exception(timeout=60)
+        assert isinstance(refused, BadInput) and "another run is using this work folder" in str(refused)
+    with ProcessPoolExecutor(1, get_context("fork")) as processes:
+        assert processes.submit(_enter, tmp_path).result(timeout=60) == "in"
+
+
+def _enter(folder: Path) -> str:
+    with Store(folder).locked():
+        return "in"
 
 
 def test_the_lock_is_given_back_after_an_error(tmp_path: Path) -> None:

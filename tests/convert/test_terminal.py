@@ -6,14 +6,15 @@ import io
 import os
 import pty
 import re
-import subprocess
+import select
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import Progress
 
 from convert.terminal import RateColumn, reporter
-from tests.runs import TARGETS, command, environment, invoke, project
+from tests.runs import TARGETS, Zygote, invoke, project
 
 
 def test_a_rate_is_steps_a_second_or_seconds_a_step() -> None:
@@ -41,24 +42,20 @@ def test_elsewhere_a_step_is_one_plain_line() -> None:
     assert stream.getvalue() == "gptq: weights (3 steps)\nhashes\na line [of] 3 words\n"
 
 
-def test_a_terminal_sees_bars_with_rates_and_the_time_left(tmp_path: Path) -> None:
+def test_a_terminal_sees_bars_with_rates_and_the_time_left(zygote: Zygote, tmp_path: Path) -> None:
     yaml = project(tmp_path / "p", targets=[TARGETS[2] | {"method": "rtn"}])
     leader, follower = pty.openpty()
-    process = subprocess.Popen(
-        command("run", yaml),
-        stdout=subprocess.DEVNULL,
-        stderr=follower,
-        env={**environment(), "TERM": "xterm-256color", "COLUMNS": "120", "FORCE_COLOR": "1"},
-    )
-    os.close(follower)
+    shown = {"TERM": "xterm-256color", "COLUMNS": "120", "FORCE_COLOR": "1"}
+    zygote.start("run", yaml, terminal=os.ttyname(follower), **shown)
     parts = []
-    try:
-        while part := os.read(leader, 65536):
-            parts.append(part)
-    except OSError:
-        # The other end is closed.
-        pass
-    assert process.wait(timeout=60) == 0
+    with ThreadPoolExecutor(1) as threads:
+        ended = threads.submit(zygote.wait)
+        while not ended.done() or select.select([leader], [], [], 0)[0]:
+            if select.select([leader], [], [], 0.05)[0]:
+                parts.append(os.read(leader, 65536))
+    os.close(follower)
+    os.close(leader)
+    assert ended.result().returncode == 0
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", b"".join(parts).decode())
     for what in ("tiny: calibrate", "reference: weights", "reference: greedy", "tiny: logits", "tiny: engine's logits"):
         assert re.search(rf"{what} +━+ +\d+/\d+ .*(/s|s each) .*\d+:\d\d:\d\d left \d+:\d\d:\d\d", text), what

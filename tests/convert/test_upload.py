@@ -22,7 +22,7 @@ from export.layouts import LAYOUTS
 from export.phone.manifest import FILE as PHONE
 from tests.helpers import MODEL_TYPES
 from tests.hub_server import TOKEN, Hub, serve
-from tests.runs import TARGETS, TIMEOUT, command, environment, invoke, project, settings, write_yaml
+from tests.runs import TARGETS, TIMEOUT, Zygote, environment, invoke, project, settings, write_yaml
 
 Copy = Callable[[], Path]
 REPO = "someone/tiny-{target}"
@@ -45,9 +45,12 @@ def online(hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]
     return {**own, "HF_ENDPOINT": hub.url, "HF_HOME": home, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1"}
 
 
-def convert(online: dict[str, str], *arguments: Any, **changes: str) -> subprocess.CompletedProcess[str]:
-    env = {**online, **changes}
-    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=TIMEOUT, env=env)
+@pytest.fixture(scope="module")
+def convert(online: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    """The command line of such processes."""
+    process = Zygote(online, tmp_path_factory.mktemp("online"))
+    yield process
+    process.close()
 
 
 def ledger(folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
@@ -235,14 +238,14 @@ def test_every_format_and_family_has_snippets_that_are_python(format: str, model
 
 
 @pytest.fixture(scope="module")
-def published(tmp_path_factory: pytest.TempPathFactory, hub: Hub, online: dict[str, str]) -> Path:
+def published(tmp_path_factory: pytest.TempPathFactory, hub: Hub, convert: Zygote) -> Path:
     """A run that uploads what it made, as the last thing it does."""
     folder = tmp_path_factory.mktemp("published") / "p"
     upload = {"repo": REPO, "create": True, "private": True, "license": "mit", "base_model": "owner/base"}
     validation = settings()["validation"] | {"gates": {"max_kl": 50.0}}
     yaml = project(folder, targets=[dict(target) for target in CHOSEN], upload=upload, validation=validation)
     (folder / "model" / "README.md").write_text("---\nlanguage: en\n---\n# The source's own card\n")
-    result = convert(online, "run", yaml, "--upload")
+    result = convert.run("run", yaml, "--upload")
     assert result.returncode == 0, result.stderr
     assert [line for line in result.stdout.splitlines() if "/commit/" in line] != []
     return folder
@@ -268,9 +271,9 @@ def test_what_is_downloaded_is_a_whole_artifact(published: Path, hub: Hub, tmp_p
     Artifact(tmp_path).check()
 
 
-def test_uploading_again_changes_nothing(published: Path, hub: Hub, online: dict[str, str]) -> None:
+def test_uploading_again_changes_nothing(published: Path, hub: Hub, convert: Zygote) -> None:
     before = {name: dict(repo.branches) for name, repo in hub.repos.items()}
-    result = convert(online, "upload", published / "pipeline.yaml", "--json")
+    result = convert.run("upload", published / "pipeline.yaml", "--json")
     assert result.returncode == 0, result.stderr
     assert len(json.loads(result.stdout)) == 2 and result.stderr.count("holds these files already") == 2
     assert "Traceback" not in result.stderr and "%|" not in result.stderr
@@ -327,14 +330,14 @@ def test_the_snippets_that_need_no_engine_run(
 
 
 @pytest.fixture(scope="module")
-def phone(tmp_path_factory: pytest.TempPathFactory, hub: Hub, online: dict[str, str]) -> Path:
+def phone(tmp_path_factory: pytest.TempPathFactory, hub: Hub, convert: Zygote) -> Path:
     """The folder of a phone artifact that its run has uploaded."""
     folder = tmp_path_factory.mktemp("published-phone") / "p"
     target = {"format": "phone", "context": 64, "prefill": 16, "method": ["fold", "rtn"]}
     upload = {"repo": "someone/tiny-phone", "create": True, "base_model": "owner/base"}
     yaml = project(folder, config={"num_hidden_layers": 1}, targets=[target], upload=upload)
     (folder / "model" / "README.md").write_text("---\nlicense: mit\n---\n# The source's own card\n")
-    result = convert(online, "run", yaml, "--upload")
+    result = convert.run("run", yaml, "--upload")
     assert result.returncode == 0, result.stderr
     return folder / "output" / "phone"
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from export.artifact import Artifact
-from tests.runs import TARGETS, VOLATILE, command, content, environment, project
+from tests.runs import TARGETS, VOLATILE, Zygote, content, project
 
 # (function, which call of it, when). Targets are gptq alone; the model has two layers, so three results with the head.
 POINTS: dict[str, tuple[str, int, str]] = {
@@ -39,35 +37,11 @@ POINTS: dict[str, tuple[str, int, str]] = {
 LAYERS = dict(zip(POINTS, (0, 0, 1, 1, 1, 2, *[3] * 9), strict=True))
 
 
-class Zygote:
-    """See zygote.py."""
-
-    def __init__(self) -> None:
-        script = Path(__file__).with_name("zygote.py")
-        self._process = subprocess.Popen(
-            [sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
-        )
-
-    def run(self, folder: Path, kill: tuple[str, int, str] | None = None, options: tuple[str, ...] = ()) -> int:
-        """Runs a project's pipeline to its end or its killing; what it said is in ``log``."""
-        assert self._process.stdin and self._process.stdout
-        arguments = ["run", str(folder / "pipeline.yaml"), *options]
-        request = {"arguments": arguments, "log": str(folder / "log"), "kill": kill}
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        return int(self._process.stdout.readline())
-
-    def close(self) -> None:
-        assert self._process.stdin
-        self._process.stdin.close()
-        self._process.wait(timeout=60)
-
-
-@pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    process = Zygote()
-    yield process
-    process.close()
+def run(zygote: Zygote, folder: Path, kill: tuple[str, int, str] | None = None, options: tuple[str, ...] = ()) -> int:
+    """Runs a project's pipeline to its end or its killing; what it said is in ``log``."""
+    done = zygote.run("run", folder / "pipeline.yaml", *options, kill=kill)
+    (folder / "log").write_text(done.stdout + done.stderr)
+    return done.returncode
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +54,7 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def undisturbed(zygote: Zygote, fresh: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What the output holds after a run that nothing disturbed."""
     folder = shutil.copytree(fresh, tmp_path_factory.mktemp("undisturbed") / "p")
-    assert zygote.run(folder) == 0, (folder / "log").read_text()
+    assert run(zygote, folder) == 0, (folder / "log").read_text()
     return output(folder)
 
 
@@ -116,11 +90,11 @@ def test_a_run_that_was_killed_continues_to_the_same_bytes(
     zygote: Zygote, fresh: Path, undisturbed: dict[str, str], tmp_path: Path, point: str
 ) -> None:
     folder = shutil.copytree(fresh, tmp_path / "p")
-    assert zygote.run(folder, POINTS[point]) == -signal.SIGKILL, (folder / "log").read_text()
+    assert run(zygote, folder, POINTS[point]) == -signal.SIGKILL, (folder / "log").read_text()
     check_whole(folder)
     before = finished_layers(folder)
     assert len(before) == LAYERS[point]
-    assert zygote.run(folder) == 0, (folder / "log").read_text()
+    assert run(zygote, folder) == 0, (folder / "log").read_text()
     check_continued(folder, before, undisturbed)
 
 
@@ -136,12 +110,12 @@ def test_a_run_that_was_killed_again_and_again_continues(
         ("validate.measure:save_tensors", "before"),
         ("convert.judge:_record", "before"),
     ):
-        assert zygote.run(folder, (function, 2 if when == "torn" else 1, when)) == -signal.SIGKILL
+        assert run(zygote, folder, (function, 2 if when == "torn" else 1, when)) == -signal.SIGKILL
         now = finished_layers(folder)
         assert before.items() <= now.items()
         before = now
         check_whole(folder)
-    assert zygote.run(folder) == 0
+    assert run(zygote, folder) == 0
     check_continued(folder, before, undisturbed)
 
 
@@ -150,11 +124,11 @@ def test_a_rewrite_that_was_killed_never_leaves_a_half_written_artifact(
     zygote: Zygote, fresh: Path, undisturbed: dict[str, str], tmp_path: Path, call: int, when: str
 ) -> None:
     folder = shutil.copytree(fresh, tmp_path / "p")
-    assert zygote.run(folder) == 0
+    assert run(zygote, folder) == 0
     # Renames: the weights', the old artifact's, the new one's.
-    assert zygote.run(folder, ("pathlib:Path.rename", call, when), ("--force",)) == -signal.SIGKILL
+    assert run(zygote, folder, ("pathlib:Path.rename", call, when), ("--force",)) == -signal.SIGKILL
     check_whole(folder)
-    assert zygote.run(folder) == 0
+    assert run(zygote, folder) == 0
     check_continued(folder, finished_layers(folder), undisturbed)
 
 
@@ -162,20 +136,15 @@ def test_a_real_process_that_is_killed_from_outside_continues(
     zygote: Zygote, fresh: Path, undisturbed: dict[str, str], tmp_path: Path
 ) -> None:
     folder = shutil.copytree(fresh, tmp_path / "p")
-    process = subprocess.Popen(
-        command("run", folder / "pipeline.yaml"),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env=environment(),
-    )
+    process = zygote.start("run", folder / "pipeline.yaml")
     deadline = time.monotonic() + 120
-    while not finished_layers(folder) and process.poll() is None and time.monotonic() < deadline:
+    while not finished_layers(folder) and time.monotonic() < deadline:
         time.sleep(0.001)
-    process.kill()
-    assert process.wait(timeout=60) == -signal.SIGKILL
+    os.kill(process, signal.SIGKILL)
+    assert zygote.wait().returncode == -signal.SIGKILL
     check_whole(folder)
     before = finished_layers(folder)
-    assert before and zygote.run(folder) == 0
+    assert before and run(zygote, folder) == 0
     check_continued(folder, before, undisturbed)
 
 
@@ -184,11 +153,11 @@ def test_a_second_run_at_the_same_time_is_refused(fresh: Path, tmp_path: Path, z
 
     folder = shutil.copytree(fresh, tmp_path / "p")
     with Store(folder / "work").locked():
-        assert zygote.run(folder) == 2
+        assert run(zygote, folder) == 2
         said: Any = (folder / "log").read_text()
         assert said == (f"error: {folder}/work: another run is using this work folder; wait for it or set `work:`\n")
         assert not (folder / "output").exists()
-    assert zygote.run(folder) == 0
+    assert run(zygote, folder) == 0
 
 
 def test_a_second_run_with_another_work_folder_is_kept_out_of_the_output(
@@ -198,8 +167,8 @@ def test_a_second_run_with_another_work_folder_is_kept_out_of_the_output(
 
     folder = shutil.copytree(fresh, tmp_path / "p")
     with locked(folder / "output", "mine"):
-        assert zygote.run(folder) == 2
+        assert run(zygote, folder) == 2
         said: Any = (folder / "log").read_text()
         assert f"error: {folder}/output: another run is writing into this output folder" in said
         assert [path.name for path in (folder / "output").iterdir()] == [LOCK]
-    assert zygote.run(folder) == 0
+    assert run(zygote, folder) == 0

@@ -1,8 +1,9 @@
 """Runs `convert` in forks of one process that has already imported everything, and kills them at a given point.
 
-Reads a JSON line {"arguments": [...], "log": FILE, "kill": [FUNCTION, NTH, WHEN] or null} and answers with the exit
-code, or minus the signal. FUNCTION is ``module:attribute``; WHEN is ``before``, ``after``, or ``torn``: after half of
-the file that is the call's second argument. The product knows nothing of this: the function is replaced in the fork.
+Reads JSON lines {"arguments": [...], "stdout": FILE, "stderr": FILE, "cwd": FOLDER or null, "environment": {...},
+"kill": [FUNCTION, NTH, WHEN] or null}; answers with the process id at once, and with the exit code, or minus the
+signal, at the end. FUNCTION is ``module:attribute``; WHEN is ``before``, ``after``, or ``torn``: after half of the file
+that is the call's second argument. The product knows nothing of this: the function is replaced in the fork.
 """
 
 from __future__ import annotations
@@ -50,9 +51,13 @@ def kill_at(function: str, nth: int, when: str) -> None:
 
 def work(request: dict[str, Any]) -> None:
     """The fork: never returns."""
-    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        # Both may be one file, or a terminal, which is not to become this process's own.
+        file = os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOCTTY)
+        os.dup2(file, descriptor)
+    os.environ.update(request["environment"])
+    if request["cwd"]:
+        os.chdir(request["cwd"])
     if request["kill"]:
         kill_at(*request["kill"])
     try:
@@ -71,5 +76,6 @@ if __name__ == "__main__":
         child = os.fork()
         if child == 0:
             work(json.loads(line))
+        print(child, flush=True)
         status = os.waitpid(child, 0)[1]
         print(os.waitstatus_to_exitcode(status), flush=True)
