@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from calibrate.gptq import gptq
 from calibrate.grid import Grid, Quantized
-from calibrate.outputs import by_outputs
+from calibrate.head import Part
+from calibrate.outputs import by_outputs, ordered, stacked
 from calibrate.refine import SWEEPS, refine
 from calibrate.search import error, round_to_nearest, search
 from calibrate.statistics import Inputs
@@ -53,6 +54,7 @@ def choose(
     names: Sequence[str],
     inputs: Inputs | None,
     outputs: Sequence[torch.Tensor] = (),
+    parts: Iterable[Part] | None = None,
 ) -> Chosen:
     """Quantises a linear [N, K] by those methods of a list that work on a single one.
 
@@ -60,22 +62,30 @@ def choose(
 
     Args:
         outputs: what errors of the outputs cost, see `calibrate.outputs`; empty weighs all alike.
+        parts: output channels that see the inputs in ways of their own, all of them; None where none do.
     """
     known = inputs or Inputs.alike(weight.shape[1])
     plain = round_to_nearest(weight, grid)
     weight = known.target(weight)
     (first,) = (name for name in names if name in CHOOSE)
 
-    def quantise(rows: torch.Tensor) -> Quantized:
-        found = CHOOSE[first](rows, grid, known)
+    def quantise(rows: torch.Tensor, seen: Inputs = known) -> Quantized:
+        found = CHOOSE[first](rows, grid, seen)
         for name in names:
             if name in REFINE:
-                found = REFINE[name](rows, found, known, BLOCK_SWEEPS if outputs else SWEEPS)
+                found = REFINE[name](rows, found, seen, BLOCK_SWEEPS if outputs else SWEEPS)
         return found
 
-    quantized = by_outputs(weight, outputs, quantise) if outputs else quantise(weight)
-    found = error(weight, quantized, known.second)
+    if outputs:
+        quantized = by_outputs(weight, outputs, quantise)
+    elif parts is not None:
+        found = [(part.channels, quantise(weight[part.channels], part.inputs)) for part in parts]
+        order = torch.argsort(torch.cat([channels for channels, _ in found]))
+        quantized = ordered(stacked([q for _, q in found]), order)
+    else:
+        quantized = quantise(weight)
+    lost = error(weight, quantized, known.second)
     bound = error(weight, plain, known.second)
-    if found <= bound:
-        return Chosen(quantized, found)
-    return Chosen(plain, bound, f"{'+'.join(names)} came to an error of {found:.4g}, round to nearest to {bound:.4g}")
+    if lost <= bound:
+        return Chosen(quantized, lost)
+    return Chosen(plain, bound, f"{'+'.join(names)} came to an error of {lost:.4g}, round to nearest to {bound:.4g}")

@@ -39,7 +39,7 @@ def by_outputs(
     for moments in outputs:
         parts.append(_span(weight[start : start + len(moments)].float(), moments, quantise, block))
         start += len(moments)
-    return _stacked(parts)
+    return stacked(parts)
 
 
 def _span(weight: torch.Tensor, moments: torch.Tensor, quantise: Quantise, block: int | None) -> Quantized:
@@ -53,10 +53,10 @@ def _span(weight: torch.Tensor, moments: torch.Tensor, quantise: Quantise, block
         target = w[rows] + factor.feedback[:start, rows].t() @ errors[:start]
         parts.append(quantise(target))
         errors[rows] = w[rows] - parts[-1].dequantize(torch.float32)
-    return _ordered(_stacked(parts), torch.argsort(factor.order))
+    return ordered(stacked(parts), torch.argsort(factor.order))
 
 
-def _stacked(parts: Sequence[Quantized]) -> Quantized:
+def stacked(parts: Sequence[Quantized]) -> Quantized:
     """Consecutive rows of one linear, put together."""
 
     def stack(field: str) -> torch.Tensor | None:
@@ -67,7 +67,7 @@ def _stacked(parts: Sequence[Quantized]) -> Quantized:
     return replace(parts[0], codes=codes, scales=scales, zeros=stack("zeros"), zero_points=stack("zero_points"))
 
 
-def _ordered(q: Quantized, order: torch.Tensor) -> Quantized:
+def ordered(q: Quantized, order: torch.Tensor) -> Quantized:
     """The rows of a linear in another order."""
     zeros, points = (None if t is None else t[order] for t in (q.zeros, q.zero_points))
     return replace(q, codes=q.codes[order], scales=q.scales[order], zeros=zeros, zero_points=points)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 from calibrate.composition import compares, needs, trains, weighs
 from calibrate.fisher import Fisher
 from calibrate.grid import Grid, check_finite
+from calibrate.head import Part, parts
 from calibrate.links import Smoother
 from calibrate.methods import choose
 from calibrate.replay import Replay, batches
@@ -192,8 +193,9 @@ class _Run:
         inputs: Inputs | None,
         found: QuantizedLayer,
         outputs: Sequence[torch.Tensor] = (),
+        parts: Iterable[Part] | None = None,
     ) -> None:
-        chosen = choose(weight, self.grids[linear.name], self.recipe.method, inputs, outputs)
+        chosen = choose(weight, self.grids[linear.name], self.recipe.method, inputs, outputs, parts)
         found.linears[linear.name], found.errors[linear.name] = chosen.quantized, chosen.error
         if chosen.fallback:
             found.fallbacks[linear.name] = chosen.fallback
@@ -253,15 +255,24 @@ def _head(run: _Run, linears: list[Linear]) -> None:
         weight = run.checkpoint.read(name)
         check_finite(f"{run.checkpoint.name}: {name}", weight)
         inputs, weight = None, weight.to(run.recipe.dtype)
+        clusters: Iterable[Part] | None = None
         if stream is not None:
-            seen = run.moments()
+            seen, kept = run.moments(), []
             with replay.before_head() as read:
                 for i, (ids, hidden) in enumerate(zip(stream.ids, stream.hidden.quantized, strict=True)):
-                    seen.add(read(ids, hidden), read(ids, stream.hidden.reference[i]) if run.recipe.compares else None)
-            inputs = seen.inputs()
+                    x = read(ids, hidden)
+                    seen.add(x, read(ids, stream.hidden.reference[i]) if run.recipe.compares else None)
+                    kept += [x] if run.recipe.weighs else []
+            inputs, clusters = seen.inputs(), parts(weight, kept) if kept else None
             if run.smoother is not None:
                 factors = run.smoother.smooth_head(replay.read, linear, weight, run.grids[linear.name], inputs, found)
                 if factors is not None:
                     weight, inputs = weight.float() * factors, inputs.scaled(factors)
-        run.choose(linear, weight, inputs, found)
+                    clusters = clusters and _scaled(clusters, factors)
+        run.choose(linear, weight, inputs, found, parts=clusters)
     run.results.save(len(replay), found)
+
+
+def _scaled(parts: Iterable[Part], factors: torch.Tensor) -> Iterator[Part]:
+    for part in parts:
+        yield replace(part, inputs=part.inputs.scaled(factors))
