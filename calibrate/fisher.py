@@ -19,6 +19,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from calibrate.grid import check_finite
 from calibrate.products import gram
 from calibrate.replay import Replay, batches
 from calibrate.results import save_tensors
@@ -114,11 +115,14 @@ def measure(
         windows: calibration token ids [count, tokens].
         folder: for the result, and until then for every layer's inputs.
         seed: of the tokens that are drawn.
+
+    Raises:
+        BadInput: for a non-finite weight, naming tensor and index.
     """
     fisher = Fisher(folder)
     # The sums of gradients do not fit into the range of float16.
     replay = Replay(checkpoint, torch.bfloat16 if dtype == torch.float16 else dtype)
-    run = _Run(fisher, replay, batches(windows), seed, progress)
+    run = _Run(checkpoint.name, fisher, replay, batches(windows), seed, progress)
     by_layer: dict[int, list[Linear]] = {}
     for linear in linears:
         if linear.layer is not None:
@@ -145,6 +149,7 @@ def measure(
 class _Run:
     """What the steps of a measurement share."""
 
+    name: str
     fisher: Fisher
     replay: Replay
     ids: list[torch.Tensor]
@@ -168,6 +173,10 @@ class _Run:
         for index in range(start, len(self.replay)):
             self._say(index)
             with self.replay.layer(index) as layer:
+                for name, _ in layer.named_parameters():
+                    full = f"{self.replay.prefix(index)}.{name}"
+                    # From the file: a cast to the compute dtype could hide or make an infinity.
+                    check_finite(f"{self.name}: {full}", self.replay.read(full))
                 hidden = [self.replay.run(layer, index, h) for h in hidden]
             self.fisher.write("hidden", index + 1, hidden)
 

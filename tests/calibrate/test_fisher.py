@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from calibrate import fisher
 from calibrate.fisher import LayerFisher, measure
 from models.checkpoint import Folder
+from models.errors import BadInput
 from models.family import Linear
 from models.opened import OpenedModel, open_model
 from models.skeleton import load_model
@@ -113,3 +115,14 @@ def test_one_tokens_gradient_does_not_decide() -> None:
     assert counts.mean() == pytest.approx(1)
     # Both linears count half; q's share is that one token's but for the limit.
     assert float(counts[7]) == pytest.approx(100 / (100 + 0.5 * 999) * 1000, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["self_attn.k_proj.weight", "input_layernorm.weight"])
+def test_a_weight_that_is_not_a_number_is_named(tmp_path: Path, name: str) -> None:
+    folder = tiny_checkpoint(tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    tensors[f"model.layers.1.{name}"].view(-1)[3] = float("nan")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    broken = open_model(Folder(folder))
+    with pytest.raises(BadInput, match=rf"model\.layers\.1\.{name}"):
+        measure(broken.checkpoint, broken.linears, torch.bfloat16, WINDOWS, tmp_path)
