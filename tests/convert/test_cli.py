@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from convert.cli import main
 from models.checkpoint import Folder
-from tests.runs import LENGTH, PROMPTS, TARGETS, WINDOWS, Zygote, convert, environment, invoke, project, settings
+from tests.runs import LENGTH, PROMPTS, TARGETS, WINDOWS, Zygote, environment, invoke, project, settings
 
 Copy = Callable[[], Path]
 COMMANDS = sorted(main.commands)
@@ -59,8 +59,8 @@ def test_unknown_commands_and_options_are_usage_errors() -> None:
     assert invoke("validate", "x").exit_code == 2
 
 
-def test_a_missing_pipeline_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
-    result = convert("run", tmp_path / "none.yaml")
+def test_a_missing_pipeline_is_one_line_and_exit_code_2(zygote: Zygote, tmp_path: Path) -> None:
+    result = zygote.run("run", tmp_path / "none.yaml")
     assert result.returncode == 2
     assert result.stderr == f"error: {tmp_path}/none.yaml: cannot be read: No such file or directory\n"
 

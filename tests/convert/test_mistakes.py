@@ -177,7 +177,7 @@ MISTAKES: dict[str, tuple[Change, list[str]]] = {
     "extra shard": (extra_shard, ["model-99999.safetensors: not named in model.safetensors.index.json"]),
     "truncated shard": (truncated_shard, ["truncated or not a safetensors file"]),
     "misshapen tensor": (misshapen_tensor, ["down_proj.weight: expected shape [128, 256], found [64, 256]"]),
-    "pickled weights": (pickled, ["pytorch_model.bin: expected safetensors", "allow_pickle: [pytorch_model.bin]"]),
+    "pickled weights": (pickled, ["found pickled weights (pytorch_model.bin)", "allow_pickle: [pytorch_model.bin]"]),
     "unknown model type": (config(model_type="mamba"), ["model_type: expected one of llama,", "found 'mamba'"]),
     "no model type": (config(model_type=None), ["model_type: expected one of llama,", "found None"]),
     "nan in a weight": (tensor(UP, poke(3, 5, float("nan"))), [f"{UP}: expected finite weights, found nan at [3, 5]"]),

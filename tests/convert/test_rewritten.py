@@ -44,8 +44,7 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     family = request.param
     heads = "quantize" if family == "spark2_5" else "keep"
     folder = tmp_path_factory.mktemp(family) / "p"
-    validation = {**settings()["validation"], "engine": False}
-    file = project(folder, family, config=FAMILIES[family][0], targets=targets(heads), validation=validation)
+    file = project(folder, family, config=FAMILIES[family][0], targets=targets(heads), validation=None)
     result = invoke("run", file)
     assert result.exit_code == 0, result.output
     return file, family

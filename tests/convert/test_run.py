@@ -313,7 +313,7 @@ def test_compensated_and_refined_targets_run_from_the_command_line(tmp_path: Pat
         for method in (["rtn"], ["gptq", "refine"])
     ]
     # Some tokens more than channels: fewer say little of the inputs.
-    calibration = {"dataset": {"path": "text", "data_files": "text.txt"}, "samples": 60, "sequence_length": LENGTH}
+    calibration = {"dataset": {"path": "text", "data_files": "text.txt"}, "samples": 24, "sequence_length": LENGTH}
     yaml = project(tmp_path / "project", targets=targets, calibration=calibration)
     result = invoke("run", str(yaml))
     assert result.exit_code == 0, result.output
