@@ -22,7 +22,8 @@ def draw(found: Mapping[str, Any], file: Path) -> None:
     layers = found["layers"]
     inside, cells = _cells(found)
     columns = [*layers, *_heads(found)]
-    names = [str(index) for index in range(len(layers))] + [row["name"] for row in columns[len(layers) :]]
+    # A line below, where it does not run into the last layer's number.
+    names = [str(index) for index in range(len(layers))] + [f"\n{row['name']}" for row in columns[len(layers) :]]
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(max(6.0, 0.32 * len(columns) + 3), 6.0 if inside else 3.2), layout="constrained")
         panels = figure.subplots(2 if inside else 1, 1, squeeze=False)[:, 0]
@@ -47,7 +48,9 @@ def draw(found: Mapping[str, Any], file: Path) -> None:
             picture = below.imshow(cells, aspect="auto", cmap="viridis", vmin=0)
             below.set_yticks(range(len(inside)), inside)
             figure.colorbar(picture, ax=below, label="attributed KL")
-            below.xaxis.get_major_locator().set_params(integer=True)
+            below.set_xticks(range(0, len(layers), every))
+            # Each layer stands below its bar.
+            below.set_xlim(above.get_xlim())
         panels[-1].set_xlabel("decoder layer")
         metadata: dict[str, Any] = {"Date": None} if file.suffix == ".svg" else {}
         figure.savefig(file, dpi=150, metadata=metadata)
