@@ -53,18 +53,20 @@ def pipeline(work: Path, method: str, parts: int, windows: int, tokens: int) -> 
 @click.option("--windows", default=2, show_default=True, help="Of calibration text.")
 @click.option("--tokens", default=160, show_default=True, help="Of a window.")
 def main(work: Path, method: str, parts: int, windows: int, tokens: int) -> None:
-    """Prints seconds and the peak resident memory of one conversion."""
+    """Prints seconds, CPU seconds and the peak resident memory of one conversion."""
     work.mkdir(parents=True, exist_ok=True)
     path = pipeline(work.absolute(), method, parts, windows, tokens)
     began = time.perf_counter()
     command = [sys.executable, "-m", "convert", "run", path, "--force"]
     subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
     seconds = time.perf_counter() - began
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
     # Linux counts in kibibytes.
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e9
+    peak, processor = used.ru_maxrss * 1024 / 1e9, used.ru_utime + used.ru_stime
     written = sum(file.stat().st_size for file in (work / "output" / "phone").iterdir()) / 1e9
     where = f"[{method}], {parts} parts, {windows} windows of {tokens} tokens"
-    click.echo(f"Spark of the 1.7B's shape, {where}: {seconds:.0f} s, peak {peak:.1f} GB, {written:.2f} GB written")
+    took = f"{seconds:.0f} s, {processor:.0f} s of CPU"
+    click.echo(f"Spark of the 1.7B's shape, {where}: {took}, peak {peak:.1f} GB, {written:.2f} GB written")
     if peak > BOUND_GB:
         raise click.ClickException(f"the peak is above {BOUND_GB} GB")
 
