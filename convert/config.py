@@ -161,15 +161,12 @@ class Pipeline(Section):
     def _methods_have_text(cls, targets: list[Target], info: ValidationInfo) -> list[Target]:
         # A calibration section with a problem of its own is not there.
         calibration = info.data.get("calibration", Calibration.model_construct(samples=TRAINING_WINDOWS))
-        if (
-            any(trains(target.code_methods) for target in targets)
-            and getattr(calibration, "samples", 0) < TRAINING_WINDOWS
-        ):
+        if any(trains(target.method) for target in targets) and getattr(calibration, "samples", 0) < TRAINING_WINDOWS:
             raise broken_rule(
                 "method tune trains on some calibration windows and judges by others: it needs a `calibration`"
                 f" section with at least {TRAINING_WINDOWS} samples"
             )
-        measuring = [f"method {name}" for target in targets for name in measures(target.code_methods)]
+        measuring = [f"method {name}" for target in targets for name in measures(target.method)]
         measuring += ["bits_per_weight" for target in targets if target.bits_per_weight is not None]
         if measuring and calibration is None:
             raise broken_rule(f"{measuring[0]} measures on calibration text: it needs a `calibration` section")

@@ -11,8 +11,7 @@ import psutil
 from calibrate.composition import rewrites_of
 from calibrate.fisher import SPAN
 from convert.prepare import Prepared
-from export.opened import AnyPlan
-from export.phone.plan import PhonePlan
+from export.plan import Plan, TargetPlan
 from models.errors import EnvironmentProblem
 
 # Python with torch and transformers holds 350 MB once imported; as much again for tokenizer, text and temporaries.
@@ -30,7 +29,7 @@ class TargetEstimate:
         work_bytes: codes and scales in the work folder.
     """
 
-    plan: AnyPlan
+    plan: Plan
     quantized_bytes: int
     kept_bytes: int
     work_bytes: int
@@ -89,8 +88,8 @@ def estimate(prepared: Prepared) -> Estimate:
         calibration += embedding * 3 + max(TRAINED_BYTES * _groups(plan) for plan in trained)
     model_bytes = sum(info.elements for info in checkpoint.tensors.values()) * prepared.dtype.itemsize
     validation = max(reference * 2 + largest_layer + embedding * 3, model_bytes) if prepared.pipeline.validation else 0
-    phones = [plan.writing_bytes(hidden_once) for plan in prepared.plans if isinstance(plan, PhonePlan)]
-    return Estimate(targets, BASE_MEMORY + max(calibration, shard * 2, validation, *phones), output, work)
+    writing = [shard * 2, *(plan.writing_bytes(hidden_once) for plan in prepared.plans)]
+    return Estimate(targets, BASE_MEMORY + max(calibration, validation, *writing), output, work)
 
 
 def check_room(needs: Estimate, output: Path, work: Path) -> None:
@@ -135,15 +134,12 @@ def _bytes_below(folder: Path) -> int:
     return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def _target(prepared: Prepared, plan: AnyPlan) -> TargetEstimate:
+def _target(prepared: Prepared, plan: Plan) -> TargetEstimate:
     # Codes and integer zero points take a byte each in the work folder, so a scale with its zero at most four.
     groups = _groups(plan)
     kept = plan.kept_bytes(plan.rewritten(prepared.model).checkpoint)
-    work = plan.weights + 4 * groups
-    if isinstance(plan, PhonePlan):
-        # One part's float graphs at a time, and the states between two parts.
-        work += plan.part_bytes + 2 * _hidden_bytes(prepared, validation=False)
-    elif plan.spec.budget is not None:
+    work = plan.weights + 4 * groups + plan.scratch_bytes(_hidden_bytes(prepared, validation=False))
+    if isinstance(plan, TargetPlan) and plan.spec.budget is not None:
         # At most, and the layers that sensitivity is measured on.
         kept += int((plan.spec.budget - plan.bits_per_weight) * plan.weights / 8)
         work *= 2
@@ -153,7 +149,7 @@ def _target(prepared: Prepared, plan: AnyPlan) -> TargetEstimate:
     return TargetEstimate(plan, plan.quantized_bytes(), kept, work)
 
 
-def _groups(plan: AnyPlan) -> int:
+def _groups(plan: Plan) -> int:
     return sum(linear.weights // plan.grid(linear.columns).group_size for linear in plan.linears)
 
 

@@ -14,9 +14,8 @@ from rich.table import Table
 from convert.estimate import Estimate, size
 from convert.prepare import Prepared
 from export.artifact import is_artifact
-from export.opened import AnyArtifact, AnyPlan, open_artifact
+from export.opened import AnyArtifact, open_artifact
 from export.phone.artifact import PhoneArtifact
-from export.phone.plan import PhonePlan
 from models.checkpoint import TensorInfo
 from models.family import family_of
 from models.source import open_source
@@ -34,8 +33,8 @@ def plan_to_dict(prepared: Prepared, needs: Estimate) -> dict[str, Any]:
                 "name": target.plan.spec.name,
                 "format": target.plan.spec.format,
                 "method": list(target.plan.spec.method),
-                "quality": "" if isinstance(target.plan, PhonePlan) else target.plan.spec.quality,
-                "group_size": _group_size(target.plan),
+                "quality": target.plan.spec.quality,
+                "group_size": target.plan.group_size,
                 "bits_per_weight": target.plan.bits_per_weight,
                 "quantized_bytes": target.quantized_bytes,
                 "kept_bytes": target.kept_bytes,
@@ -43,7 +42,7 @@ def plan_to_dict(prepared: Prepared, needs: Estimate) -> dict[str, Any]:
                     linear.name: [linear.rows, linear.columns, target.plan.grid(linear.columns).group_size]
                     for linear in target.plan.linears
                 },
-                "modules": _modules(target.plan),
+                "modules": [module.name for module in target.plan.quantized],
                 "kept": dict(target.plan.kept),
                 "notes": [*target.plan.notes, *_reason(prepared, target.plan.spec.name)],
             }
@@ -171,17 +170,6 @@ def _scheme(artifact: AnyArtifact) -> dict[str, Any]:
 
 def _stored(artifact: AnyArtifact) -> dict[str, Any]:
     return _tensors(artifact.stored() if isinstance(artifact, PhoneArtifact) else artifact.files.tensors)
-
-
-def _group_size(plan: AnyPlan) -> int:
-    return -1 if isinstance(plan, PhonePlan) else plan.options.group_size
-
-
-def _modules(plan: AnyPlan) -> list[str]:
-    """Of a phone's graphs, which hold projections fused as the source does."""
-    if isinstance(plan, PhonePlan):
-        return list(dict.fromkeys(linear.module for linear in plan.linears))
-    return [module.name for module in plan.quantized]
 
 
 def _inside(name: str, layers: str) -> str:

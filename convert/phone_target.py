@@ -7,9 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
-from calibrate.composition import composition_problems
 from convert.yaml_lines import Section, Text, broken_rule, expected, suggestion
-from export.phone.options import I_KNOW, OPSET, REWRITES, PhoneOptions
+from export.phone.options import I_KNOW, OPSET, PhoneOptions
 
 Positions = Annotated[int, Field(ge=2)]
 # Keys that not every format reads.
@@ -120,11 +119,3 @@ class PhoneKeys(Section):
             opset=self.opset,
             i_know=tuple(self.i_know),
         )
-
-
-def phone_composition_problems(names: list[str]) -> list[str]:
-    """Why known methods do not compose as they are listed: a rewrite stands first, then those of other formats."""
-    rewrites = [name for name in names if name in REWRITES]
-    if rewrites != names[: len(rewrites)] or len(rewrites) > 1:
-        return [f"one of {', '.join(REWRITES)} may stand there, before the other methods"]
-    return composition_problems(names[len(rewrites) :])

@@ -30,9 +30,8 @@ from convert.engines import find_engines
 from convert.phone_rules import phone_problems
 from convert.target import Target
 from convert.yaml_lines import suggestion
-from export.opened import AnyPlan
 from export.phone.plan import FORMAT, PhoneSpec, make_phone_plan
-from export.plan import TargetSpec, make_plan
+from export.plan import Plan, TargetSpec, make_plan
 from models.errors import BadInput
 from models.opened import OpenedModel, open_model
 from models.source import open_source
@@ -68,7 +67,7 @@ class Prepared:
 
     pipeline: Pipeline
     model: OpenedModel
-    plans: tuple[AnyPlan, ...]
+    plans: tuple[Plan, ...]
     reasons: dict[str, str]
     device: dict[str, Any]
     engines: tuple[EngineSpec, ...] = ()
@@ -219,7 +218,7 @@ def prepare(pipeline: Pipeline, only: tuple[str, ...] = ()) -> Prepared:
     dtype = getattr(torch, pipeline.model.dtype)
     device = probe()
     problems: list[str] = []
-    plans: list[AnyPlan] = []
+    plans: list[Plan] = []
     reasons = {}
     for target in chosen:
         try:
@@ -234,7 +233,7 @@ def prepare(pipeline: Pipeline, only: tuple[str, ...] = ()) -> Prepared:
     return Prepared(pipeline, model, tuple(plans), reasons, device.model_dump(mode="json"), _engines(pipeline, plans))
 
 
-def _plan(target: Target, pipeline: Pipeline, model: OpenedModel, dtype: torch.dtype) -> AnyPlan:
+def _plan(target: Target, pipeline: Pipeline, model: OpenedModel, dtype: torch.dtype) -> Plan:
     if target.format != FORMAT:
         spec = to_spec(target)
         # Of a family without links make_plan says so, of all methods at once.
@@ -244,7 +243,9 @@ def _plan(target: Target, pipeline: Pipeline, model: OpenedModel, dtype: torch.d
         return serving
     problems = phone_problems(target, pipeline)
     try:
-        plan = make_phone_plan(PhoneSpec(target.name, tuple(target.method), target.phone_options), model)
+        plan = make_phone_plan(
+            PhoneSpec(name=target.name, method=tuple(target.method), options=target.phone_options), model
+        )
     except BadInput as error:
         problems += error.problems
     if problems:
@@ -259,7 +260,7 @@ def _rewritten(spec: TargetSpec, model: OpenedModel, dtype: torch.dtype) -> Open
         raise BadInput(f"target {spec.name} ({spec.format}): {problem}" for problem in error.problems) from error
 
 
-def _engines(pipeline: Pipeline, plans: list[AnyPlan]) -> tuple[EngineSpec, ...]:
+def _engines(pipeline: Pipeline, plans: list[Plan]) -> tuple[EngineSpec, ...]:
     """Looked for before any work, so that an absent one costs nothing."""
     names: list[str] = [*pipeline.validation.engines] if pipeline.validation else []
     formats = [plan.spec.format for plan in plans]

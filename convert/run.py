@@ -27,10 +27,10 @@ from convert.store import LOCK, Store, locked
 from convert.terminal import Reporter
 from export.artifact import is_artifact, write
 from export.ledger import Ledger
-from export.opened import AnyArtifact, AnyPlan, open_artifact
+from export.opened import AnyArtifact, open_artifact
 from export.phone.plan import PhonePlan
 from export.phone.write import write as write_phone
-from export.plan import TargetPlan
+from export.plan import Plan, TargetPlan
 from models.checkpoint import Checkpoint
 from models.errors import BadInput
 from models.files import recover_folder, replace_file, to_json
@@ -143,7 +143,7 @@ def _replace_changed(file: Path, content: bytes) -> None:
         replace_file(file, content)
 
 
-def _build(job: Job, plan: AnyPlan, calibration: Windows | None) -> AnyArtifact:
+def _build(job: Job, plan: Plan, calibration: Windows | None) -> AnyArtifact:
     """Calibrates and writes one target, or takes the artifact that is already there; checks its bytes either way."""
     prepared, pipeline, store, show = job.prepared, job.prepared.pipeline, job.store, job.show
     windows = windows_for(plan, calibration)
@@ -169,14 +169,13 @@ def _build(job: Job, plan: AnyPlan, calibration: Windows | None) -> AnyArtifact:
         content = calibration_key(job, plan, windows)
     results = Results(store.stage("calibrate", content))
     # What is quantised may be the same function in other weights.
-    weights = plan.rewritten(model).checkpoint
-    linears = plan.linears if isinstance(plan, PhonePlan) else model.linears
+    view = plan.rewritten(model)
     shown = shown_to(plan, ids)
-    fisher = _fisher(job, plan, weights, shown, progress)
-    quantize(weights, linears, plan.recipe, shown, results, progress, fisher)
+    fisher = _fisher(job, plan, view.checkpoint, shown, progress)
+    quantize(view.checkpoint, view.linears, plan.recipe, shown, results, progress, fisher)
     notes = (*_notes(prepared, plan), *bits)
     if plan.recipe.trains and ids is not None:
-        tuned = tune(model.checkpoint, weights, linears, plan.recipe.dtype, ids, results, progress)
+        tuned = tune(model.checkpoint, view.checkpoint, view.linears, plan.recipe.dtype, ids, results, progress)
         results, notes = tuned.results, (*notes, tuned.note)
     ledger = Ledger(
         source=job.source,
@@ -192,10 +191,10 @@ def _build(job: Job, plan: AnyPlan, calibration: Windows | None) -> AnyArtifact:
     )
     if isinstance(plan, PhonePlan):
         observed = store.stage("observe", observation_key(plan, content))
-        method, options = plan.spec.method, plan.options
-        write_phone(model, method, options, results, ids, folder, ledger, observed, PartDriver, progress=progress)
+        write_phone(plan, model, results, ids, folder, ledger, observed, PartDriver, progress=progress)
     else:
-        write(plan, weights, results, model.dimensions.layers, folder, ledger, pipeline.output.shard_bytes)
+        assert isinstance(plan, TargetPlan)
+        write(plan, view.checkpoint, results, model.dimensions.layers, folder, ledger, pipeline.output.shard_bytes)
     artifact = open_artifact(folder)
     artifact.check()
     show.say(f"{name}: written to {os.path.relpath(folder)}")
@@ -203,7 +202,7 @@ def _build(job: Job, plan: AnyPlan, calibration: Windows | None) -> AnyArtifact:
 
 
 def _fisher(
-    job: Job, plan: AnyPlan, weights: Checkpoint, windows: torch.Tensor | None, progress: Progress
+    job: Job, plan: Plan, weights: Checkpoint, windows: torch.Tensor | None, progress: Progress
 ) -> Fisher | None:
     """What the loss says of the errors, measured once for all targets that quantise the same weights."""
     content = fisher_key(job, plan, windows)
@@ -213,7 +212,7 @@ def _fisher(
     return measure(weights, job.prepared.model.linears, plan.recipe.dtype, windows, folder, progress)
 
 
-def fisher_key(job: Job, plan: AnyPlan, windows: torch.Tensor | None) -> dict[str, Any] | None:
+def fisher_key(job: Job, plan: Plan, windows: torch.Tensor | None) -> dict[str, Any] | None:
     """What decides the Fisher information on the windows that a target's methods see; None where none is asked for."""
     if not plan.recipe.weighs or windows is None:
         return None
@@ -225,42 +224,37 @@ def fisher_key(job: Job, plan: AnyPlan, windows: torch.Tensor | None) -> dict[st
     }
 
 
-def shown_to(plan: AnyPlan, ids: torch.Tensor | None) -> torch.Tensor | None:
+def shown_to(plan: Plan, ids: torch.Tensor | None) -> torch.Tensor | None:
     """The calibration windows [count, tokens] without those that judge a training."""
     return seen(ids) if plan.recipe.trains and ids is not None else ids
 
 
-def windows_for(plan: AnyPlan, calibration: Windows | None) -> Windows | None:
+def windows_for(plan: Plan, calibration: Windows | None) -> Windows | None:
     """The calibration text, for a target whose method looks at it."""
     return calibration if plan.uses_text else None
 
 
-def calibration_key(job: Job, plan: AnyPlan, windows: Windows | None) -> dict[str, Any]:
+def calibration_key(job: Job, plan: Plan, windows: Windows | None) -> dict[str, Any]:
     """What decides a target's quantised layers."""
-    content = {
+    return {
         "source": job.source["files"],
         "recipe": repr(plan.recipe),
         "windows": None if windows is None else windows.digest(),
     }
-    return content | {"rewrites": plan.rewrites} if isinstance(plan, PhonePlan) else content
 
 
 def observation_key(plan: PhonePlan, content: dict[str, Any]) -> dict[str, Any]:
     """What decides a phone target's observed ranges; ``content`` decides its quantised layers."""
-    return {"calibrate": content, "options": dataclasses.asdict(plan.options)}
+    return {"calibrate": content} | plan.key()
 
 
-def export_key(job: Job, plan: AnyPlan, calibration: Windows | None) -> str:
+def export_key(job: Job, plan: Plan, calibration: Windows | None) -> str:
     """What decides an artifact's bytes, hashed; its ledger holds it."""
-    content: dict[str, Any] = {
+    content = {
         "calibrate": job.store.key("calibrate", calibration_key(job, plan, windows_for(plan, calibration))),
-        "options": dataclasses.asdict(plan.options),
+        "shard_bytes": job.prepared.pipeline.output.shard_bytes,
     }
-    if not isinstance(plan, PhonePlan):
-        content |= {"fused": plan.spec.fused, "shard_bytes": job.prepared.pipeline.output.shard_bytes}
-        if plan.spec.budget is not None:
-            content |= {"budget": plan.spec.budget}
-    return job.store.key("export", content)
+    return job.store.key("export", content | plan.key())
 
 
 def _up_to_date(folder: Path, key: str, show: Reporter) -> AnyArtifact | None:
@@ -281,7 +275,7 @@ def _up_to_date(folder: Path, key: str, show: Reporter) -> AnyArtifact | None:
     return artifact
 
 
-def _notes(prepared: Prepared, plan: AnyPlan) -> tuple[str, ...]:
+def _notes(prepared: Prepared, plan: Plan) -> tuple[str, ...]:
     notes = list(plan.notes)
     if plan.spec.name in prepared.reasons:
         notes.append(prepared.reasons[plan.spec.name])

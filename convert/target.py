@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
 
 from calibrate.composition import METHODS, composition_problems
-from convert.phone_target import PhoneKeys, phone_composition_problems
+from convert.phone_target import PhoneKeys
 from convert.yaml_lines import (
     Text,
     broken_rule,
@@ -22,7 +22,6 @@ from convert.yaml_lines import (
     suggestion,
 )
 from export.phone.options import METHODS as PHONE_METHODS
-from export.phone.options import REWRITES
 from models.errors import BadInput
 
 Format = Literal["gptq", "awq", "tinygemm", "phone"]
@@ -101,11 +100,6 @@ class Target(PhoneKeys):
     priority: Literal["speed", "fidelity"] = "speed"
     device: Text | None = None
 
-    @property
-    def code_methods(self) -> list[str]:
-        """The methods that choose codes, without a phone's rewrites of the model."""
-        return [name for name in self.method if self.format != "phone" or name not in REWRITES]
-
     def resolve(self, format: str) -> Target:
         """This target with the format that `auto` came to: that format's defaults under what the file says.
 
@@ -176,13 +170,12 @@ class Target(PhoneKeys):
         if quality is not None:
             methods = ", ".join(QUALITY[quality])
             raise broken_rule(f"`quality: {quality}` stands for [{methods}] already: leave one of the two keys out")
-        phone = info.data.get("format") == "phone"
-        known = PHONE_METHODS if phone else tuple(METHODS)
+        known = PHONE_METHODS if info.data.get("format") == "phone" else tuple(METHODS)
         for name in method:
             if name not in known:
-                elsewhere = f" for format {info.data.get('format')}" if name in {*METHODS, *PHONE_METHODS} else ""
+                elsewhere = f" for format {info.data.get('format')}" if name in METHODS else ""
                 raise broken_rule(f"unknown method '{name}'{elsewhere}{suggestion(name, known)}")
-        problems = phone_composition_problems(method) if phone else composition_problems(method)
+        problems = composition_problems(method)
         if problems:
             raise broken_rule("; ".join(problems))
         return method

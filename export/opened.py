@@ -1,4 +1,4 @@
-"""Plans and artifacts of every format: opened, and seen as plain checkpoints."""
+"""Artifacts of every format: opened, and seen as plain checkpoints."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ from pathlib import Path
 from export.artifact import Artifact, Expansion
 from export.phone.artifact import PhoneArtifact, is_phone
 from export.phone.expand import PhoneExpansion
-from export.phone.plan import PhonePlan
-from export.plan import TargetPlan
 from models.checkpoint import Checkpoint, Writer
 from models.files import atomic_folder, to_json
 
 AnyArtifact = Artifact | PhoneArtifact
-AnyPlan = TargetPlan | PhonePlan
 
 
 def open_artifact(folder: Path) -> AnyArtifact:

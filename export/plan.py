@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 
@@ -15,7 +17,6 @@ from calibrate.rewrite import Rewritten
 from calibrate.rewrites import rewritten
 from export.layout import LayoutOptions, resolve_group_size
 from export.layouts import layout_of
-from export.sizes import bits_per_weight, weights_of
 from models.checkpoint import Checkpoint
 from models.errors import BadInput
 from models.family import Family, Linear
@@ -37,37 +38,46 @@ REWRITES: Mapping[str, str] = {
 }
 
 
-@dataclass(frozen=True)
-class TargetSpec:
-    """What a user asks of one target.
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """What a user asks of one target of any format.
 
     Attributes:
         name: of the artifact's folder.
-        format: a layout's name.
-        group_size: -1 is one group a row.
-        fit_group_size: whether a smaller group size may be taken when this one does not divide every linear.
-        zero: the grid's kind of zero.
         method: names of methods.
-        quantize_head: whether the head is quantised.
-        skip: patterns of linears (fnmatch over full split names, or names inside a layer) that stay unquantised.
-        fused: whether fused projections are written fused; None is as the family's engines want them.
-        isa: of tinygemm's bytes.
         quality: the name that the user gave for the methods, where he gave one.
-        budget: bits per weight, on the mean over all linears that may be quantised, that linears which stay
-            unquantised may take it to; None quantises all of them.
     """
 
     name: str
     format: str
+    method: tuple[str, ...]
+    quality: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetSpec(Spec):
+    """What a user asks of a target in 4 bits.
+
+    Attributes:
+        format: a layout's name.
+        group_size: -1 is one group a row.
+        fit_group_size: whether a smaller group size may be taken when this one does not divide every linear.
+        zero: the grid's kind of zero.
+        quantize_head: whether the head is quantised.
+        skip: patterns of linears (fnmatch over full split names, or names inside a layer) that stay unquantised.
+        fused: whether fused projections are written fused; None is as the family's engines want them.
+        isa: of tinygemm's bytes.
+        budget: bits per weight, on the mean over all linears that may be quantised, that linears which stay
+            unquantised may take it to; None quantises all of them.
+    """
+
     group_size: int
     zero: ZeroKind
-    method: tuple[str, ...]
     quantize_head: bool
     fit_group_size: bool = False
     skip: tuple[str, ...] = ()
     fused: bool | None = None
     isa: str = ""
-    quality: str = ""
     budget: float | None = None
 
 
@@ -95,69 +105,125 @@ class Module:
 
 
 @dataclass(frozen=True)
-class TargetPlan:
-    """A target, resolved against a checkpoint.
+class Plan(ABC):
+    """A target of any format, resolved against a checkpoint.
 
     Attributes:
         quantized: modules that are written quantised, in the order of computation.
         kept: linears that stay in the model's dtype, with the reason.
         notes: what was downgraded, for the ledger and the summary.
-        tied: whether the source's head shares the embedding.
-        head: the head's name.
+        dtype: what the weights are rewritten to, and calibration computes in.
     """
 
-    spec: TargetSpec
-    options: LayoutOptions
+    spec: Spec
     quantized: tuple[Module, ...]
     kept: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
-    tied: bool
-    head: str
     dtype: torch.dtype
+
+    @property
+    @abstractmethod
+    def group_size(self) -> int:
+        """Weights that share a scale; -1 is one group a row."""
+
+    @abstractmethod
+    def grid(self, columns: int) -> Grid:
+        """Of a linear's codes."""
+
+    @abstractmethod
+    def rewritten(self, model: OpenedModel) -> OpenedModel:
+        """The model in the weights that are quantised, with all linears that may be."""
+
+    @property
+    @abstractmethod
+    def uses_text(self) -> bool:
+        """Whether a calibration text changes what is written."""
+
+    @abstractmethod
+    def key(self) -> dict[str, Any]:
+        """What decides the bytes that are written, beside the codes, as JSON values."""
+
+    @abstractmethod
+    def quantized_bytes(self) -> int:
+        """Exact bytes of the quantised modules' codes, scales and zeros."""
+
+    @abstractmethod
+    def kept_bytes(self, checkpoint: Checkpoint) -> int:
+        """Bytes of everything else that is written."""
+
+    def writing_bytes(self, states: int) -> int:
+        """About what writing holds in memory beside a file's shard; ``states`` are the bytes of the calibration text's
+        hidden states in fp32."""
+        return 0
+
+    def scratch_bytes(self, states: int) -> int:
+        """What writing puts into the work folder."""
+        return 0
+
+    @property
+    def recipe(self) -> Recipe:
+        """What chooses the codes, in the weights that ``rewritten`` gives."""
+        grids = tuple((linear.name, self.grid(linear.columns)) for linear in self.linears)
+        return Recipe(grids, self.spec.method, self.dtype, int8_inputs=self.spec.format in INT8_INPUTS)
 
     @property
     def rewrites(self) -> list[str]:
         """The methods that change the model's weights before anything is quantised."""
         return rewrites_of(self.spec.method)
 
-    def rewritten(self, model: OpenedModel) -> OpenedModel:
-        """The model in the weights that are quantised; what is kept is kept as it is there."""
-        return rewritten(model, self.spec.method, self.dtype, values=True)
-
     @property
     def linears(self) -> list[Linear]:
         return [linear for module in self.quantized for linear in module.linears]
 
-    def grid(self, columns: int) -> Grid:
-        size = resolve_group_size(self.options.group_size, columns)
-        return Grid(size, self.options.zero)
-
-    @property
-    def recipe(self) -> Recipe:
-        grids = tuple((linear.name, self.grid(linear.columns)) for linear in self.linears)
-        return Recipe(grids, self.spec.method, self.dtype, int8_inputs=self.spec.format in INT8_INPUTS)
-
-    @property
-    def uses_text(self) -> bool:
-        """Whether a calibration text changes what is written."""
-        return self.recipe.uses_text or self.spec.budget is not None
-
     @property
     def weights(self) -> int:
-        return weights_of(self.linears)
+        """How many numbers the quantised linears have."""
+        return sum(linear.weights for linear in self.linears)
 
     @property
     def bits_per_weight(self) -> float:
         """Of the grids (codes, scales, zeros), over the quantised linears."""
-        return bits_per_weight(self.linears, self.grid)
+        bits = sum(self.grid(linear.columns).bits_per_weight * linear.weights for linear in self.linears)
+        return bits / max(1, self.weights)
+
+
+@dataclass(frozen=True)
+class TargetPlan(Plan):
+    """A target in 4 bits.
+
+    Attributes:
+        tied: whether the source's head shares the embedding.
+        head: the head's name.
+    """
+
+    spec: TargetSpec
+    options: LayoutOptions
+    tied: bool
+    head: str
+
+    @property
+    def group_size(self) -> int:
+        return self.options.group_size
+
+    def grid(self, columns: int) -> Grid:
+        return Grid(resolve_group_size(self.options.group_size, columns), self.options.zero)
+
+    def rewritten(self, model: OpenedModel) -> OpenedModel:
+        return rewritten(model, self.spec.method, self.dtype, values=True)
+
+    @property
+    def uses_text(self) -> bool:
+        return self.recipe.uses_text or self.spec.budget is not None
+
+    def key(self) -> dict[str, Any]:
+        return {"options": asdict(self.options), "fused": self.spec.fused, "budget": self.spec.budget}
 
     def quantized_bytes(self) -> int:
-        """Exact bytes of the quantised modules' tensors in this layout."""
         layout = layout_of(self.spec.format)
         return sum(layout.stored_bits(m.rows, m.columns, self.options.group_size) for m in self.quantized) // 8
 
     def kept_bytes(self, checkpoint: Checkpoint) -> int:
-        """Bytes of all tensors that are written unquantised: exact, without what a budget will keep."""
+        """Exact, without what a budget will keep."""
         replaced = {f"{module.source}.weight" for module in self.quantized if module.linears[0].layer is not None}
         if not self.tied:
             replaced |= {f"{m.source}.weight" for m in self.quantized}
@@ -189,7 +255,8 @@ def make_plan(
     chosen, kept = _choose(spec, family, linears, tied, problems)
     group_size, notes = _group_size(spec, chosen, problems)
     fused = _fused(spec, family, problems)
-    modules = _modules(family, chosen, fused)
+    split = tuple(Module(linear.name, linear.module, (linear,)) for linear in chosen)
+    modules = as_stored(chosen) if fused else split
     layout = layout_of(spec.format)
     for linear in chosen:
         for reason in layout.shape_problems(linear.rows, linear.columns, group_size):
@@ -216,7 +283,7 @@ def make_plan(
             problems += error.problems
     if problems:
         raise BadInput(f"target {spec.name} ({spec.format}): {problem}" for problem in problems)
-    return TargetPlan(replace(spec, fused=fused), options, modules, kept, notes, tied, family.head, dtype)
+    return TargetPlan(replace(spec, fused=fused), modules, kept, notes, dtype, options, tied, family.head)
 
 
 def _matches(linear: Linear, family: Family, pattern: str) -> bool:
@@ -283,11 +350,10 @@ def _fused(spec: TargetSpec, family: Family, problems: list[str]) -> bool:
     return family.fused_on_disk if spec.fused is None else spec.fused
 
 
-def _modules(family: Family, chosen: list[Linear], fused: bool) -> tuple[Module, ...]:
-    if not fused:
-        return tuple(Module(linear.name, linear.module, (linear,)) for linear in chosen)
+def as_stored(linears: Sequence[Linear]) -> tuple[Module, ...]:
+    """Linears in the modules that the source holds them in, fused ones together."""
     by_source: dict[str, list[Linear]] = {}
-    for linear in chosen:
+    for linear in linears:
         by_source.setdefault(linear.module, []).append(linear)
     return tuple(Module(source, source, tuple(parts)) for source, parts in by_source.items())
 

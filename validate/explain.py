@@ -11,7 +11,7 @@ function. Of a phone artifact these are the weights' parts; what rounding of act
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from export.ledger import LinearRow
 from export.opened import AnyArtifact
 from export.phone.artifact import PhoneArtifact
 from export.phone.expand import PhoneExpansion
-from export.phone.weights import int8_grid, phone_linears
+from export.phone.weights import int8_grid
 from export.phone.weights import rewritten as phone_rewritten
 from models.checkpoint import Checkpoint
 from models.errors import BadInput
@@ -177,8 +177,8 @@ def _activations(artifact: AnyArtifact) -> dict[str, Any] | None:
 def _subject(model: OpenedModel, artifact: AnyArtifact) -> Subject:
     expansion: Checkpoint
     if isinstance(artifact, PhoneArtifact):
-        view = phone_rewritten(model, tuple(artifact.ledger.target["method"]))
-        model, expansion = replace(view, linears=phone_linears(view)), PhoneExpansion(artifact)
+        method = tuple(artifact.ledger.target["method"])
+        model, expansion = phone_rewritten(model, method), PhoneExpansion(artifact)
     else:
         method = artifact.ledger.target["method"]
         model, expansion = rewritten(model, method, artifact.dtype, values=True), Expansion(artifact)

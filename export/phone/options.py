@@ -13,10 +13,8 @@ Gelu = Literal["exact", "tanh"]
 
 # The first opset with RMSNormalization. Decomposed at 21 and quantised, the norm breaks on Qualcomm's HTP (2 dB).
 OPSET = 23
-# A phone target's methods: one rewrite of the model may stand first, then those that choose codes
-# (see `calibrate.composition`).
-REWRITES = ("fold", "rotate")
-METHODS = (*REWRITES, "rtn", "search", "gptq", "refine")
+# Of `calibrate.composition`: those that a phone target may name.
+METHODS = ("fold", "rotate", "rtn", "search", "gptq", "refine")
 # Choices that were measured broken, and what was measured.
 I_KNOW: Mapping[str, str] = {
     "uint8-activations": (

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
 
 from calibrate.grid import Grid
-from calibrate.quantize import Recipe
-from export.phone.options import I_KNOW, REWRITES, PhoneOptions
+from export.phone.options import I_KNOW, PhoneOptions
 from export.phone.ports import spans
 from export.phone.structure import structure_of
-from export.phone.weights import int8_grid, phone_linears, phone_recipe, rewritten
-from export.sizes import bits_per_weight, weights_of
+from export.phone.weights import int8_grid, rewritten
+from export.plan import Plan, Spec, as_stored
 from models.checkpoint import Checkpoint
 from models.errors import BadInput
-from models.family import Linear
 from models.opened import OpenedModel
 from models.skeleton import is_derived
 
@@ -24,70 +25,46 @@ TABLE_COPIES = 4
 TABLE_BYTES = {"int8": 1, "uint16": 2, "float": 4}
 
 
-@dataclass(frozen=True)
-class PhoneSpec:
-    """What a user asks of a phone target.
+@dataclass(frozen=True, kw_only=True)
+class PhoneSpec(Spec):
+    """What a user asks of a phone target."""
 
-    Attributes:
-        name: of the artifact's folder.
-        method: names of methods for the int8 weights.
-    """
-
-    name: str
-    method: tuple[str, ...]
     options: PhoneOptions
     format: str = FORMAT
 
 
 @dataclass(frozen=True)
-class PhonePlan:
-    """A phone target, resolved against a checkpoint.
+class PhonePlan(Plan):
+    """A phone target: every linear is written in int8, none is kept.
 
     Attributes:
-        linears: all are written in int8; by split name, in the order of computation.
-        recipe: what chooses their codes, in the model that the rewrites give.
-        kept: nothing: other formats keep linears.
-        notes: what was downgraded, for the ledger and the summary.
         embedding: module name.
     """
 
     spec: PhoneSpec
-    linears: tuple[Linear, ...]
-    recipe: Recipe
-    notes: tuple[str, ...]
     embedding: str
-    kept: tuple[tuple[str, str], ...] = ()
 
     @property
     def options(self) -> PhoneOptions:
         return self.spec.options
 
+    @property
+    def group_size(self) -> int:
+        return -1
+
     def grid(self, columns: int) -> Grid:
-        """Of a linear: symmetric int8 with one fp32 scale per output channel."""
         return int8_grid(columns)
 
-    @property
-    def rewrites(self) -> list[str]:
-        """The methods that change the model's weights before their codes are chosen."""
-        return [name for name in self.spec.method if name in REWRITES]
-
     def rewritten(self, model: OpenedModel) -> OpenedModel:
-        """The model in the weights that the graphs hold."""
         return rewritten(model, self.spec.method)
 
     @property
     def uses_text(self) -> bool:
-        """Whether a calibration text changes what is written: the activations' ranges come from it."""
+        """The activations' ranges come from it."""
         return True
 
-    @property
-    def weights(self) -> int:
-        return weights_of(self.linears)
-
-    @property
-    def bits_per_weight(self) -> float:
-        """Of codes and scales, over the linears."""
-        return bits_per_weight(self.linears, self.grid)
+    def key(self) -> dict[str, Any]:
+        return {"options": asdict(self.options)}
 
     @property
     def part_bytes(self) -> int:
@@ -104,20 +81,19 @@ class PhonePlan:
         return 4 * max(sizes)
 
     def writing_bytes(self, states: int) -> int:
-        """About what writing holds in memory: prefill and decode map a part's float weights each, beside what enters
-        and leaves it; a table is rewritten in fp32 and coded from there.
-
-        Args:
-            states: bytes of the calibration text's hidden states in fp32.
-        """
+        """Prefill and decode map a part's float weights each, beside what enters and leaves it; a table is rewritten in
+        fp32 and coded from there."""
         return max(2 * self.part_bytes + 2 * states, TABLE_COPIES * 4 * self.linears[-1].weights)
 
+    def scratch_bytes(self, states: int) -> int:
+        """One part's float graphs at a time, and the states between two parts."""
+        return self.part_bytes + 2 * states
+
     def quantized_bytes(self) -> int:
-        """Of the linears' codes and scales."""
         return sum(linear.weights + 4 * linear.rows for linear in self.linears)
 
     def kept_bytes(self, checkpoint: Checkpoint) -> int:
-        """Of everything else, fp32 but for a table of codes; about, because a graph has small tensors too."""
+        """Fp32 but for a table of codes; about, because a graph has small tensors too."""
         replaced = {f"{linear.module}.weight" for linear in self.linears}
         table = f"{self.embedding}.weight"
         total = 0
@@ -137,15 +113,16 @@ def make_phone_plan(spec: PhoneSpec, model: OpenedModel) -> PhonePlan:
     """
     try:
         structure_of(model.checkpoint, spec.options.context)
-        rewritten(model, spec.method)
+        view = rewritten(model, spec.method)
         spans(model.dimensions.layers, spec.options.parts)
     except BadInput as error:
         raise BadInput(f"target {spec.name} ({spec.format}): {problem}" for problem in error.problems) from error
     return PhonePlan(
         spec=spec,
-        linears=tuple(phone_linears(model)),
-        recipe=phone_recipe(model, spec.method),
+        quantized=as_stored(view.linears),
+        kept=(),
         notes=_notes(spec.options),
+        dtype=torch.float32,
         embedding=model.family.embedding,
     )
 

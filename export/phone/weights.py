@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
 from calibrate.grid import PHONE_BITS, Grid, Quantized, concatenate
-from calibrate.quantize import Recipe
 from calibrate.results import QuantizedLayer, Results
 from calibrate.rewrites import rewritten as rewritten_in
 from export.phone.int8 import pack
-from export.phone.options import REWRITES
 from models.family import Linear
 from models.opened import OpenedModel
 
 
 def rewritten(model: OpenedModel, method: tuple[str, ...]) -> OpenedModel:
-    """The model in the weights that the graphs hold, see `calibrate.rewrites`."""
-    return rewritten_in(model, method, torch.float32)
+    """The model in the weights that the graphs hold (see `calibrate.rewrites`), with `phone_linears`."""
+    return replace(rewritten_in(model, method, torch.float32), linears=tuple(phone_linears(model)))
 
 
 def phone_linears(model: OpenedModel) -> list[Linear]:
@@ -36,12 +36,6 @@ def phone_linears(model: OpenedModel) -> list[Linear]:
             if info is not None:
                 found.append(Linear(full, layer, full, 0, info.shape[0], info.shape[1]))
     return found
-
-
-def phone_recipe(model: OpenedModel, method: tuple[str, ...]) -> Recipe:
-    """What `calibrate.quantize.quantize` takes to choose the codes of a model that `rewritten` gave."""
-    grids = tuple((linear.name, int8_grid(linear.columns)) for linear in phone_linears(model))
-    return Recipe(grids, tuple(name for name in method if name not in REWRITES), torch.float32)
 
 
 def int8_grid(columns: int) -> Grid:

@@ -21,14 +21,15 @@ from export.phone.files import read_external, save_part
 from export.phone.graph import PartGraphs, WeightReader, export_parts
 from export.phone.manifest import FILE, GRAPHS, MASK, Graph, Manifest, Part
 from export.phone.observe import STEPS, Observations, OpenPart, Progress, Step, observe_part, text_steps
-from export.phone.options import REWRITES, PhoneOptions
+from export.phone.options import PhoneOptions
+from export.phone.plan import PhonePlan
 from export.phone.ports import manifest_of
 from export.phone.products import span_new_entries
 from export.phone.quantize import QUANTIZED, quantize_graph, tied_tensors
 from export.phone.quantized import expected_counts, quantized_problems
 from export.phone.structure import structure_of
 from export.phone.table import TableGrid
-from export.phone.weights import CodedWeights, phone_linears, rewritten
+from export.phone.weights import CodedWeights
 from models.errors import BadInput
 from models.files import atomic_folder, sha256, to_json
 from models.opened import OpenedModel
@@ -52,9 +53,8 @@ class _Job:
 
 
 def write(
+    plan: PhonePlan,
     model: OpenedModel,
-    method: tuple[str, ...],
-    options: PhoneOptions,
     results: Results,
     windows: torch.Tensor | None,
     folder: Path,
@@ -68,8 +68,7 @@ def write(
 
     Args:
         model: the source.
-        method: rewrites (`export.phone.options.REWRITES`), and the methods that chose the codes.
-        results: of `calibrate.quantize.quantize` on the linears of `rewritten(model, method)`, with its recipe.
+        results: of `calibrate.quantize.quantize` on the linears of `plan.rewritten(model)`, with the plan's recipe.
         windows: calibration token ids int64 [count, tokens]; None takes random ones.
         ledger: filled with a row for every source tensor and the hashes of the artifact's files.
         work: a folder for float graphs and for what was seen so far; the same one continues a killed run.
@@ -78,11 +77,10 @@ def write(
         BadInput: for weights, activations or texts that cannot be used, each named.
         RuntimeError: when a graph breaks a rule of this package: a bug.
     """
-    view = rewritten(model, method)
+    view, options = plan.rewritten(model), plan.options
     structure = structure_of(view.checkpoint, options.context)
     manifest = manifest_of(structure, options, MASK)
-    linears = phone_linears(view)
-    weights = CodedWeights(linears, results, model.dimensions.layers)
+    weights = CodedWeights(plan.linears, results, model.dimensions.layers)
     observations = Observations(work / "observed")
     job = _Job(options, manifest, weights, WeightReader(view.checkpoint), observations, frozenset(weights.modules))
     texts = [text_steps(window, manifest) for window in _windows(windows, options, model.vocabulary)]
@@ -107,7 +105,7 @@ def write(
         sides = model.checkpoint.side_files()
         for file, path in sides.items():
             shutil.copyfile(path, partial / (source_card(sides) if file == CARD else file))
-        ledger.tensors += _rows(model, job, method)
+        ledger.tensors += _rows(model, job, plan)
         unaccounted = missing_rows(ledger, model.checkpoint.tensors)
         if unaccounted:
             raise RuntimeError(f"no ledger row for {unaccounted}")
@@ -220,10 +218,10 @@ def _hidden_problems(parts: Sequence[Part]) -> list[str]:
     return problems
 
 
-def _rows(model: OpenedModel, job: _Job, method: tuple[str, ...]) -> list[TensorRow]:
+def _rows(model: OpenedModel, job: _Job, plan: PhonePlan) -> list[TensorRow]:
     """The ledger's row of every source tensor, and of a tied head."""
     rows = []
-    how = [name for name in method if name in REWRITES]
+    how, method = plan.rewrites, plan.spec.method
     changed = "rotated, norms folded" if "rotate" in how else "norms folded" if how else ""
     table = f"{model.family.embedding}.weight"
     for name, info in model.checkpoint.tensors.items():

@@ -25,7 +25,7 @@ from export.ledger import Ledger
 from export.phone.artifact import PhoneArtifact
 from export.phone.expand import PhoneExpansion
 from export.phone.options import PhoneOptions
-from export.phone.weights import phone_linears, phone_recipe, rewritten
+from export.phone.plan import PhoneSpec, make_phone_plan
 from export.phone.write import write
 from models.opened import OpenedModel, open_model
 from models.source import open_source
@@ -47,13 +47,13 @@ def windows(model: OpenedModel, name: str, count: int, tokens: int) -> torch.Ten
 
 def build(model: OpenedModel, method: tuple[str, ...], options: PhoneOptions, folder: Path) -> PhoneArtifact:
     """Writes one artifact; its ledger's dtype is fp32, so that nothing but the weights is rounded in its expansion."""
-    view = rewritten(model, method)
+    plan = make_phone_plan(PhoneSpec(name="phone", method=method, options=options), model)
+    view = plan.rewritten(model)
     results = Results(folder / "results")
-    recipe = phone_recipe(view, method)
-    quantize(view.checkpoint, phone_linears(view), recipe, windows(model, "calibration", 8, 256), results)
+    quantize(view.checkpoint, view.linears, plan.recipe, windows(model, "calibration", 8, 256), results)
     ledger = Ledger({"name": model.checkpoint.name}, {"name": "phone"}, (), [], {}, model.checkpoint.config, "float32")
     text = windows(model, "calibration", 6, 272)
-    write(model, method, options, results, text, folder / "phone", ledger, folder / "work", PartDriver)
+    write(plan, model, results, text, folder / "phone", ledger, folder / "work", PartDriver)
     return PhoneArtifact(folder / "phone")
 
 

@@ -30,8 +30,8 @@ from export.phone.files import load_graph
 from export.phone.manifest import GRAPHS, Manifest
 from export.phone.observe import Observations, text_steps
 from export.phone.options import PhoneOptions
+from export.phone.plan import PhoneSpec, make_phone_plan
 from export.phone.quantized import Counts, quantized_problems
-from export.phone.weights import phone_linears, phone_recipe, rewritten
 from export.phone.write import RANGES, write
 from models.checkpoint import Folder, Writer
 from models.errors import BadInput
@@ -64,9 +64,10 @@ class Written:
 def written(
     model: OpenedModel, folder: Path, options: PhoneOptions = OPTIONS, method: tuple[str, ...] = METHOD
 ) -> PhoneArtifact:
-    view = rewritten(model, method)
+    plan = make_phone_plan(PhoneSpec(name="phone", method=method, options=options), model)
+    view = plan.rewritten(model)
     results = Results(folder / "results" / "-".join(method))
-    quantize(view.checkpoint, phone_linears(view), phone_recipe(view, method), WINDOWS, results)
+    quantize(view.checkpoint, view.linears, plan.recipe, WINDOWS, results)
     ledger = Ledger(
         source={"name": "source", "files": model.checkpoint.hashes()},
         target={"name": "phone"},
@@ -77,7 +78,7 @@ def written(
         dtype="bfloat16",
     )
     out = folder / "phone"
-    write(model, method, options, results, WINDOWS, out, ledger, folder / "work", PartDriver)
+    write(plan, model, results, WINDOWS, out, ledger, folder / "work", PartDriver)
     return PhoneArtifact(out)
 
 
