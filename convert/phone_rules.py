@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from convert.config import Pipeline
 from convert.target import Target
-from export.phone.options import I_KNOW
+from export.phone.options import I_KNOW, STEPS
 
 UNCALIBRATED = "uncalibrated-ranges"
+_RANGES = f"a prefill chunk and {STEPS} decode steps that ranges are seen in"
 
 
 def phone_problems(target: Target, pipeline: Pipeline) -> list[str]:
@@ -19,6 +20,12 @@ def phone_problems(target: Target, pipeline: Pipeline) -> list[str]:
             f"{where}: the ranges of activations need a `calibration:` text: {I_KNOW[UNCALIBRATED]};"
             f" where that is wanted all the same: `i_know: [{UNCALIBRATED}]`"
         )
+    shortest = target.prefill + STEPS
+    if target.context < shortest:
+        problems.append(f"{where}: context: expected at least {shortest}, {_RANGES}, found {target.context}")
+    elif calibration is not None and calibration.sequence_length < shortest:
+        found = calibration.sequence_length
+        problems.append(f"{where}: calibration.sequence_length: expected at least {shortest}, {_RANGES}, found {found}")
     lengths = {}
     if calibration is not None:
         lengths["calibration.sequence_length"] = calibration.sequence_length

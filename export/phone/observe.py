@@ -22,12 +22,11 @@ from calibrate.ranges import Ranges
 from calibrate.results import save_tensors
 from export.phone.files import load_graph
 from export.phone.manifest import Manifest
+from export.phone.options import STEPS
 from models.errors import BadInput
 from models.files import replace_file, to_json
 
 LOW, HIGH = "<low", "<high"
-# Of a text's tokens, how many go through decode: its activations are those of prefill but for the last few bits.
-STEPS = 16
 # A step of a text: ``prefill`` or ``decode``, how many tokens it has, and the states that enter a part.
 Step = tuple[str, int, np.ndarray]
 OpenSession = Callable[[Path], Any]

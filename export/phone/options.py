@@ -15,6 +15,9 @@ Gelu = Literal["exact", "tanh"]
 OPSET = 23
 # Of `calibrate.composition`: those that a phone target may name.
 METHODS = ("fold", "rotate", "rtn", "search", "gptq", "refine")
+# Of a calibration text's tokens, how many go through decode: its activations are those of prefill but for the last few
+# bits.
+STEPS = 16
 # Choices that were measured broken, and what was measured.
 I_KNOW: Mapping[str, str] = {
     "uint8-activations": (

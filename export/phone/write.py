@@ -20,8 +20,8 @@ from export.phone.check import graph_problems, manifest_problems, pair_problems
 from export.phone.files import read_external, save_part
 from export.phone.graph import PartGraphs, WeightReader, export_parts
 from export.phone.manifest import FILE, GRAPHS, MASK, Graph, Manifest, Part
-from export.phone.observe import STEPS, Observations, OpenPart, Progress, Step, observe_part, text_steps
-from export.phone.options import PhoneOptions
+from export.phone.observe import Observations, OpenPart, Progress, Step, observe_part, text_steps
+from export.phone.options import STEPS, PhoneOptions
 from export.phone.plan import PhonePlan
 from export.phone.ports import manifest_of
 from export.phone.products import span_new_entries

@@ -206,6 +206,10 @@ def test_plan_names_everything_that_does_not_suit_a_phone_at_once(finished: Path
         "split: parts: expected at least 3 (embedding, layers, head) and at most 4 for 2 layers, found 9",
     ):
         assert problem in problems
+    chunk = "a prefill chunk and 16 decode steps that ranges are seen in"
+    assert f"context: expected at least 32, {chunk}, found 24" in problems
+    short = plan_of(tmp_path, model=model, targets=[{**PHONE, "prefill": 24}])
+    assert f"calibration.sequence_length: expected at least 40, {chunk}, found 32" in short
     uncalibrated = plan_of(tmp_path, model=model, targets=[PHONE], calibration=None)
     assert "the ranges of activations need a `calibration:` text: without" in uncalibrated
     assert "-1.6 dB (Spark on a phone)" in uncalibrated and "`i_know: [uncalibrated-ranges]`" in uncalibrated
@@ -218,6 +222,11 @@ def test_plan_says_what_was_chosen_although_it_was_measured_broken(finished: Pat
     planned = invoke("plan", yaml)
     assert planned.exit_code == 0, planned.output
     assert "note: i_know: uint8-activations: 8-bit activations gave 5.1 dB" in planned.output
+    blind = settings(model={"source": str(finished / "model")}, calibration=None)
+    blind["targets"] = [{**PHONE, "i_know": ["uncalibrated-ranges"]}]
+    planned = invoke("plan", write_yaml(tmp_path, blind))
+    assert planned.exit_code == 0, planned.output
+    assert "note: i_know: uncalibrated-ranges: without a calibration text, ranges gave -1.6 dB" in planned.output
     float_table = write_yaml(tmp_path, settings(model={"source": str(finished / "model")}, targets=[PHONE]))
     assert "note: embedding: float: Qualcomm's HTP does not compile a Gather" in invoke("plan", float_table).output
 

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import onnx
@@ -18,7 +18,10 @@ from onnx import numpy_helper
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+import export.phone.check
+import export.phone.files
 import export.phone.quantize
+import export.phone.write
 from calibrate.quantize import quantize
 from calibrate.ranges import Ranges
 from calibrate.results import Results
@@ -27,11 +30,12 @@ from export.phone.artifact import PhoneArtifact
 from export.phone.check import graph_problems
 from export.phone.expand import PhoneExpansion
 from export.phone.files import load_graph
-from export.phone.manifest import GRAPHS, Manifest
+from export.phone.manifest import GRAPHS, Graph, Manifest
 from export.phone.observe import Observations, text_steps
 from export.phone.options import PhoneOptions
 from export.phone.plan import PhoneSpec, make_phone_plan
 from export.phone.quantized import Counts, quantized_problems
+from export.phone.trace import Traced
 from export.phone.write import RANGES, write
 from models.checkpoint import Folder, Writer
 from models.errors import BadInput
@@ -62,12 +66,16 @@ class Written:
 
 
 def written(
-    model: OpenedModel, folder: Path, options: PhoneOptions = OPTIONS, method: tuple[str, ...] = METHOD
+    model: OpenedModel,
+    folder: Path,
+    options: PhoneOptions = OPTIONS,
+    method: tuple[str, ...] = METHOD,
+    windows: torch.Tensor | None = WINDOWS,
 ) -> PhoneArtifact:
     plan = make_phone_plan(PhoneSpec(name="phone", method=method, options=options), model)
     view = plan.rewritten(model)
     results = Results(folder / "results" / "-".join(method))
-    quantize(view.checkpoint, view.linears, plan.recipe, WINDOWS, results)
+    quantize(view.checkpoint, view.linears, plan.recipe, windows, results)
     ledger = Ledger(
         source={"name": "source", "files": model.checkpoint.hashes()},
         target={"name": "phone"},
@@ -78,7 +86,7 @@ def written(
         dtype="bfloat16",
     )
     out = folder / "phone"
-    write(plan, model, results, WINDOWS, out, ledger, folder / "work", PartDriver)
+    write(plan, model, results, windows, out, ledger, folder / "work", PartDriver)
     return PhoneArtifact(out)
 
 
@@ -191,8 +199,11 @@ def test_activations_of_8_bits_are_another_artifact(make: Callable[[str], Writte
     assert found < fine - 5
 
 
-def test_writing_twice_gives_the_same_bytes(make: Callable[[str], Written], tmp_path: Path) -> None:
+def test_writing_twice_gives_the_same_bytes(
+    make: Callable[[str], Written], tmp_path: Path, traced: dict[Any, Traced]
+) -> None:
     made = make("spark2_5, hybrid")
+    traced.clear()
     again = written(made.model, tmp_path)
     assert again.ledger.files == made.artifact.ledger.files
 
@@ -286,6 +297,64 @@ def test_no_artifact_with_a_product_of_unsigned_activations_is_written(
     ):
         written(make("llama, tied").model, tmp_path)
     assert not (tmp_path / "phone").exists()
+
+
+def test_no_artifact_that_breaks_a_rule_is_written(
+    make: Callable[[str], Written], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every rule is asserted while the artifact is written, on the very graphs that are."""
+    whole = export.phone.write.quantize_graph
+
+    def broken(model: onnx.ModelProto, entry: Graph, *rest: Any) -> tuple[onnx.ModelProto, Graph]:
+        made, ports = whole(model, entry, *rest)
+        norm = initializer(made, "model.norm.weight_quantized")
+        norm.CopyFrom(numpy_helper.from_array(np.zeros(128, dtype=np.int8), norm.name))
+        made.graph.value_info[0].type.tensor_type.shape.dim[0].dim_param = "batch"
+        nodes = {node.op_type: node for node in made.graph.node}
+        nodes["Sigmoid"].op_type = "Sinh"
+        nodes["RMSNormalization"].op_type = "Mul"
+        if entry.file == "decode.onnx":
+            name = next(t.name for t in made.graph.initializer if t.name.endswith("Softmax_0:0_scale"))
+            initializer(made, name).CopyFrom(numpy_helper.from_array(np.array(0.5, dtype=np.float32), name))
+        return made, ports
+
+    monkeypatch.setattr(export.phone.write, "quantize_graph", broken)
+    with pytest.raises(RuntimeError) as told:
+        written(make("llama, tied").model, tmp_path)
+    for rule in (
+        "prefill.onnx: 1 x Sinh: not an operator that phones were seen to run",
+        "prefill.onnx: expected 5 RMSNormalization operators, found 4",
+        "has a symbolic dimension",
+        "prefill.onnx: expected 15 constants in int8 codes, found 16",
+        "decode.onnx: expected 7 constants in uint16 codes, found 6",
+        "in prefill, ",
+    ):
+        assert rule in str(told.value)
+    assert not (tmp_path / "phone").exists()
+
+
+def test_a_graph_that_no_protobuf_message_holds_is_refused(
+    make: Callable[[str], Written], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    artifact = make("llama, tied").artifact
+    (part,) = artifact.manifest.parts
+    monkeypatch.setattr(export.phone.check, "PROTOBUF_LIMIT", 1000)
+    model = graphs(artifact)["decode"]
+    found = graph_problems(model, part.decode, OPTIONS.opset, part.norms)
+    assert found == [f"decode.onnx: {model.ByteSize()} bytes; a protobuf message holds less than 2 GB"]
+    monkeypatch.setattr(export.phone.files, "PROTOBUF_LIMIT", 1000)
+    with pytest.raises(BadInput, match=r"prefill.onnx: \d+ bytes without its weights; .* holds 2 GB: split"):
+        written(make("llama, tied").model, tmp_path)
+    assert not (tmp_path / "phone").exists()
+
+
+def test_ranges_of_random_tokens_take_the_place_of_a_text(make: Callable[[str], Written], tmp_path: Path) -> None:
+    made = make("llama, tied")
+    blind = written(made.model, tmp_path, windows=None)
+    blind.check()
+    ids = np.asarray(tokens(60, seed=9))
+    # The tiny model's weights are random, so that no text is very unlike another one to it.
+    assert decibels(reference(made.model, ids), Host(blind.folder).score(ids, 20)) > 15
 
 
 def test_caches_and_the_sides_of_products_are_signed(make: Callable[[str], Written]) -> None:
