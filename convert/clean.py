@@ -15,9 +15,9 @@ from convert.run import calibration_key, fisher_key, observation_key, shown_to, 
 from convert.store import Store
 from convert.terminal import Reporter
 from export.artifact import is_artifact
-from export.opened import AnyPlan, open_artifact
+from export.opened import open_artifact
 from export.phone.plan import PhonePlan
-from export.plan import TargetPlan
+from export.plan import Plan, TargetPlan
 from models.errors import BadInput, EnvironmentProblem
 from validate.measure import Settings
 
@@ -88,7 +88,7 @@ def _used(pipeline: Pipeline, store: Store, show: Reporter) -> list[Path]:
     return found if texts.settings is None else found + _measured(job, prepared.plans, texts.settings)
 
 
-def _measured(job: Job, plans: Sequence[AnyPlan], settings: Settings) -> list[Path]:
+def _measured(job: Job, plans: Sequence[Plan], settings: Settings) -> list[Path]:
     """The stages of the validation."""
     pipeline, store = job.prepared.pipeline, job.store
     found = [store.path("reference", reference_key(job, settings))]
