@@ -53,6 +53,14 @@ class Ranges:
                 spanned = spanned.joined(self.by_name[name])
             self.by_name |= dict.fromkeys(names, spanned)
 
+    def widened(self, factor: float) -> Ranges:
+        """Every bound times ``factor``, where that is further from zero than the other: other texts go beyond."""
+        spans = {
+            name: Range(min(found.low, factor * found.low), max(found.high, factor * found.high))
+            for name, found in self.by_name.items()
+        }
+        return Ranges(spans)
+
     def to_dict(self) -> dict[str, list[float]]:
         """As JSON values: [low, high] by name, names sorted."""
         return {name: [found.low, found.high] for name, found in sorted(self.by_name.items())}

@@ -23,7 +23,7 @@ STAGE_VERSIONS = {
     "sensitivity": 1,
     "observe": 1,
     "reference": 1,
-    "export": 3,
+    "export": 4,
     "measure": 5,
     "position": 1,
 }

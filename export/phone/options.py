@@ -18,6 +18,8 @@ METHODS = ("fold", "rotate", "rtn", "search", "gptq", "refine")
 # Of a calibration text's tokens, how many go through decode: its activations are those of prefill but for the last few
 # bits.
 STEPS = 16
+# Other texts go beyond what calibration saw: clipping cost more than a third of a bit of 16 does (docs/phone.md).
+MARGIN = 1.25
 # Choices that were measured broken, and what was measured.
 I_KNOW: Mapping[str, str] = {
     "uint8-activations": (
@@ -42,6 +44,7 @@ class PhoneOptions:
         gelu: the tanh form is faster on NPUs and is another function: only where its fidelity was measured.
         parts: 1 for one pair of graphs; else at least 3: the embedding, ``parts - 2`` groups of layers, the head.
         opset: of the graphs.
+        margin: what the grids of activations span beyond what was seen on the calibration text, as a factor.
         i_know: names of choices that were measured broken and are wanted all the same.
     """
 
@@ -53,4 +56,5 @@ class PhoneOptions:
     gelu: Gelu = "exact"
     parts: int = 1
     opset: int = OPSET
+    margin: float = MARGIN
     i_know: tuple[str, ...] = ()

@@ -174,11 +174,12 @@ def _part(job: _Job, graphs: PartGraphs, part: Part, ranges: Ranges, folder: Pat
     for name, weight in graphs.weights.items():
         if name not in scales and name not in tables:
             constants[name] = job.read(weight).numpy()
+    spans = ranges.widened(job.options.margin)
     quantized: dict[str, onnx.ModelProto] = {}
     entries: dict[str, Graph] = {}
     for kind in GRAPHS:
         quantized[kind], entries[kind] = quantize_graph(
-            graphs.by_kind[kind], part.graph(kind), scales, constants, ranges, job.options.activations, table
+            graphs.by_kind[kind], part.graph(kind), scales, constants, spans, job.options.activations, table
         )
 
     def read(name: str) -> np.ndarray:

