@@ -44,8 +44,8 @@ class PhoneOptions:
         gelu: the tanh form is faster on NPUs and is another function: only where its fidelity was measured.
         parts: 1 for one pair of graphs; else at least 3: the embedding, ``parts - 2`` groups of layers, the head.
         opset: of the graphs.
-        margin: what the grids of activations span beyond what was seen on the calibration text, as a factor.
         i_know: names of choices that were measured broken and are wanted all the same.
+        margin: what the grids of activations span, times what was seen on the calibration text.
     """
 
     context: int = 1024
@@ -56,5 +56,5 @@ class PhoneOptions:
     gelu: Gelu = "exact"
     parts: int = 1
     opset: int = OPSET
-    margin: float = MARGIN
     i_know: tuple[str, ...] = ()
+    margin: float = MARGIN
