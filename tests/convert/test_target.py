@@ -118,7 +118,7 @@ def test_resolve_refuses_values_that_do_not_suit_the_format(tmp_path: Path) -> N
         ({"format": "gptq", "device": "device.json"}, "device", "only for format auto"),
         ({"format": "auto", "device": "nowhere.json"}, "device", "no such file: nowhere.json"),
         ({"format": "gptq", "method": "serch"}, "method", "unknown method 'serch'; did you mean 'search'?"),
-        ({"format": "gptq", "method": ["zzz"]}, "method", "unknown method 'zzz'; known: fold, rotate, awq, rtn"),
+        ({"format": "gptq", "method": ["zzz"]}, "method", "unknown method 'zzz'; known: fold, rotate, awq, fisher"),
         ({"format": "gptq", "method": ["rotat", "gptq"]}, "method", "unknown method 'rotat'; did you mean 'rotate'?"),
         ({"format": "gptq", "method": ["gptq", "awq"]}, "method", "methods work in one order: write [awq, gptq]"),
         ({"format": "gptq", "method": ["rotate", "awq"]}, "method", "nothing chooses the codes: name one of rtn"),
