@@ -52,6 +52,7 @@ lint: $(VENV)/installed-test
 	$(BIN)/mypy
 
 bench: $(VENV)/installed-test
+	$(BIN)/python tests/benchmarks/wide.py
 	$(BIN)/python tests/benchmarks/scorer.py
 	$(BIN)/python tests/benchmarks/methods.py
 	$(BIN)/python tests/benchmarks/validation.py
