@@ -2,8 +2,9 @@
 
 To second order the KL divergence that errors E [N, K] of a weight cause is half the sum over tokens of (g^T E x)^2,
 with the linear's inputs x and the gradients g, at its outputs, of the log-likelihood of a token drawn from the model.
-The methods take it as a product: tr(O E H E^T) with O = E[g g^T] (`calibrate.outputs`) and the inputs' second moments H
-weighted by each token's |g|^2 (GuidedQuant, arXiv 2505.07004; YAQA, arXiv 2505.22988, derives both factors).
+The methods take it as a product: tr(O E H E^T) with O of the outputs (`calibrate.outputs`) and H, the inputs' second
+moments (GuidedQuant, arXiv 2505.07004, weights H by |g|^2; YAQA, arXiv 2505.22988, derives both factors). Few tokens
+hold most of |g|^2, and such an H or O is theirs, not the text's: here a token counts |g| in both (docs/fidelity.md).
 
 Forward keeps every layer's input on disk, backward takes one layer at a time.
 """
@@ -31,6 +32,8 @@ Progress = Callable[[str, int, int], None]
 SPAN = 2048
 # Tokens whose logits are in memory at once.
 ROWS = 128
+# Of a gradient that is divided by its size.
+SMALLEST = 1e-30
 # What a token counts at most, in means: a single one's gradient shall not decide.
 LARGEST = 100.0
 TOKENS, OUTPUTS = "tokens:", "outputs:"
@@ -41,8 +44,8 @@ class LayerFisher:
     """Of a layer's linears, by full name.
 
     Attributes:
-        tokens: fp32 [tokens], each token's |g|^2, summed over the linear's outputs.
-        outputs: fp32 [rows, rows] for each span of SPAN output channels: E[g g^T].
+        tokens: fp32 [tokens], each token's |g|.
+        outputs: fp32 [rows, rows] for each span of SPAN output channels: E[g g^T / |g|].
     """
 
     tokens: Mapping[str, torch.Tensor]
@@ -230,7 +233,9 @@ class _Gradients:
     def add(self, gradient: torch.Tensor) -> None:
         """Takes gradients [..., N]."""
         gradient = gradient.reshape(-1, gradient.shape[-1])
-        self.sizes.append(gradient.float().square().sum(-1))
+        sizes = torch.linalg.vector_norm(gradient, dim=-1, keepdim=True, dtype=torch.float32)
+        self.sizes.append(sizes[:, 0])
+        gradient = (gradient * sizes.clamp_min(SMALLEST).rsqrt()).to(gradient.dtype)
         parts = [gram(span) for span in gradient.split(SPAN, -1)]
         self.products = [a.add_(b) for a, b in zip(self.products, parts, strict=True)] if self.products else parts
 

@@ -1,6 +1,6 @@
 """Output channels that make up for each other's errors, as `calibrate.gptq` does with input channels.
 
-Where the loss weighs a linear's output errors by O = E[g g^T] (`calibrate.fisher`), an error E of its weight costs
+Where the loss weighs a linear's output errors by O (`calibrate.fisher`), an error E of its weight costs
 tr(O E H E^T). With O = R R^T, R upper triangular, row r of R^T E depends on the errors of the output channels up to r
 alone: a block of channels is quantised to make up for those before it, in the quantised sense of Babai's nearest plane.
 """
