@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from calibrate import quantize as module
 from calibrate.grid import Grid
-from calibrate.quantize import Recipe, batches, quantize
-from calibrate.replay import Replay
+from calibrate.quantize import Recipe, quantize
+from calibrate.replay import Replay, batches
 from calibrate.results import Hidden, QuantizedLayer, Results
 from calibrate.search import error, round_to_nearest, search
 from models.checkpoint import Folder
@@ -34,7 +34,7 @@ class Killed(BaseException):
 @pytest.fixture(autouse=True)
 def several_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two windows a batch, so that the last one is smaller."""
-    monkeypatch.setattr(module, "BATCH_TOKENS", 48)
+    monkeypatch.setattr("calibrate.replay.BATCH_TOKENS", 48)
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[OpenedModel, 
     folder = tmp_path_factory.mktemp("undisturbed")
     model = open_model(Folder(tiny_checkpoint(folder / "model", "spark2_5")))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "BATCH_TOKENS", 48)
+        patch.setattr("calibrate.replay.BATCH_TOKENS", 48)
         run(model, recipe(model), folder / "results")
     return model, files(folder / "results")
 
