@@ -12,7 +12,7 @@ from pydantic import ValidationInfo, field_validator
 from convert.yaml_lines import Section, Text, broken_rule, folder_of, resolve_path
 from models.errors import BadInput, EnvironmentProblem
 from validate.engines.check import EngineSpec
-from validate.engines.run import ENGINES, check_format, installed_version
+from validate.engines.run import ENGINES, check_format, check_processor, installed_version
 
 # What `make engines` builds, below the folder where the command is given.
 BUILT = Path(".venv-engines/bin/python")
@@ -55,7 +55,7 @@ def find_engines(
     section: Engines | None = None,
     base: Path | None = None,
 ) -> tuple[EngineSpec, ...]:
-    """The engines, each seen to be installed.
+    """The engines, each seen to be installed and to have a kernel for this processor.
 
     Args:
         formats: of the artifacts; each engine must load one of them.
@@ -64,15 +64,19 @@ def find_engines(
 
     Raises:
         BadInput: for an engine that none of the artifacts is for.
-        EnvironmentProblem: for engines that are not installed, with the lines that install them.
+        EnvironmentProblem: for engines that are not installed, with the lines that install them, or have no kernel for
+            this processor.
     """
     problems: list[BadInput | EnvironmentProblem] = []
     found = []
     for name in dict.fromkeys(names):
         settings: Engine | None = getattr(section, name, None)
         try:
-            if not set(formats) & set(ENGINES[name].formats):
+            loaded = [format for format in dict.fromkeys(formats) if format in ENGINES[name].formats]
+            if not loaded:
                 check_format(name, formats[0])
+            for format in loaded:
+                check_processor(name, format)
             chosen = python or _interpreter(name, settings, base)
             w4a8 = settings.w4a8 if isinstance(settings, VllmEngine) else "auto"
             found.append(EngineSpec(name, chosen, installed_version(name, chosen), w4a8))

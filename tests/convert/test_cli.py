@@ -256,6 +256,7 @@ def test_validate_refuses_what_it_cannot_measure(finished: Path, options: tuple[
 ENGINE = ("--engine", "vllm")
 
 
+@pytest.mark.usefixtures("avx512")
 def test_validate_in_an_absent_engine_ends_with_the_line_that_installs_it(
     finished: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,6 +285,7 @@ def test_one_interpreter_is_for_one_engine(finished: Path) -> None:
     assert result.exit_code == 2 and "needs exactly one --engine" in result.output
 
 
+@pytest.mark.usefixtures("avx512")
 def test_the_pipeline_says_where_an_engine_is(finished: Path, tmp_path: Path) -> None:
     engines = {"vllm": {"python": "python"}}
     (tmp_path / "p").mkdir()
@@ -295,6 +297,19 @@ def test_the_pipeline_says_where_an_engine_is(finished: Path, tmp_path: Path) ->
     assert f"engine vllm: {tmp_path / 'p' / 'python'} cannot be started" in result.output
 
 
+def test_a_run_refuses_an_engine_that_this_processor_has_no_kernel_for_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("validate.engines.run.has_avx512", lambda: False)
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    folder = project(tmp_path / "p", validation=settings()["validation"] | {"engines": ["vllm"]}).parent
+    result = invoke("run", folder / "pipeline.yaml")
+    assert result.exit_code == 3 and "Traceback" not in result.output
+    assert "engine vllm: its kernel for gptq needs a processor with AVX-512" in result.output
+    assert not list(folder.glob("work/calibrate-*")) and not (folder / "output").exists()
+
+
+@pytest.mark.usefixtures("avx512")
 def test_a_run_looks_for_its_engines_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     validation = settings()["validation"] | {"engines": ["vllm", "gptqmodel"]}

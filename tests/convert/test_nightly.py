@@ -251,6 +251,7 @@ def refuse(error: type[BadInput] | type[EnvironmentProblem]) -> Callable[..., An
     return run_engine
 
 
+@pytest.mark.usefixtures("avx512")
 @pytest.mark.parametrize("kind, lacking, code", [(BadInput, False, 1), (EnvironmentProblem, True, 3)])
 def test_an_engine_that_does_not_run_an_artifact_ends_no_run(
     copy: Copy, monkeypatch: pytest.MonkeyPatch, kind: Any, lacking: bool, code: int

@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from calibrate.fisher import Fisher
 from convert.config import load
 from convert.estimate import estimate
 from convert.prepare import prepare
+from convert.store import STAGE_VERSIONS
 from export.artifact import Artifact
 from tests.runs import content, invoke, project
 
@@ -27,7 +29,9 @@ def targets() -> list[dict[str, Any]]:
     ]
 
 
-def test_targets_that_quantise_the_same_weights_share_one_measurement(tmp_path: Path) -> None:
+def test_targets_that_quantise_the_same_weights_share_one_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = project(tmp_path / "p", targets=targets())
     promised = estimate(prepare(load(file)))
     result = invoke("run", file)
@@ -58,3 +62,7 @@ def test_targets_that_quantise_the_same_weights_share_one_measurement(tmp_path: 
     assert {f: f.stat().st_mtime_ns for f in before} == before
     (layer,) = (Fisher(stage).load(1) for stage in stages[:1])
     assert all(float(sizes.min()) >= 0 and float(sizes.max()) > 0 for sizes in layer.tokens.values())
+    # Another way to measure makes other codes: none of those that rest on it are taken from the work folder.
+    monkeypatch.setitem(STAGE_VERSIONS, "fisher", STAGE_VERSIONS["fisher"] + 1)
+    said = invoke("clean", file).output
+    assert "3 unused stages" in said and said.count("fisher-") == 2 and said.count("calibrate-") == 1

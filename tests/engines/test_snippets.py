@@ -15,6 +15,7 @@ import pytest
 
 from convert.snippets import snippets
 from export.tinygemm import host_isa
+from tests.engines.processor import WNA16
 from tests.hub_server import TOKEN, Hub, serve
 from tests.workshop import Workshop, spec
 from validate.engines.run import ENGINES, FOREIGN
@@ -65,7 +66,9 @@ def execute(code: str, engine: str, python: Path, hub: Hub, folder: Path) -> str
     return result.stdout
 
 
-@pytest.mark.parametrize("case, format", CASES)
+@pytest.mark.parametrize(
+    "case, format", [pytest.param(*case, marks=() if case[1] == "tinygemm" else WNA16) for case in CASES]
+)
 def test_the_snippets_for_vllm_run(hub: Hub, engines_python: Path, tmp_path: Path, case: str, format: str) -> None:
     (code,) = code_of(case, format, "vllm")
     lines = [

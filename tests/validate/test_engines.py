@@ -23,7 +23,17 @@ from tests.workshop import Workshop, spec
 from validate.engines import run
 from validate.engines.check import EngineSpec, check_engine
 from validate.engines.compare import Positions, compare_engine, compare_greedy, positions, worst_gap
-from validate.engines.run import ENGINES, ROOT, Job, Result, check_format, installed_version, run_engine, run_jobs
+from validate.engines.run import (
+    ENGINES,
+    ROOT,
+    Job,
+    Result,
+    check_format,
+    check_processor,
+    installed_version,
+    run_engine,
+    run_jobs,
+)
 from validate.score import compare, final_hidden
 
 WINDOWS, PROMPTS = tokens(2, 24), tokens(2, 8, seed=1)
@@ -61,6 +71,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     script.write_text(FAKE)
     monkeypatch.setattr(run, "WORKER", script)
     monkeypatch.setattr(run, "installed_version", lambda engine, python: "1.2")
+    monkeypatch.setattr(run, "has_avx512", lambda: True)
 
 
 def job(workshop: Workshop, tmp_path: Path, name: str = "works", format: str = "gptq") -> Job:
@@ -115,6 +126,22 @@ def test_an_engine_is_refused_what_it_does_not_load(workshop: Workshop, tmp_path
     for engine in ("onnxruntime", "qnn"):
         with pytest.raises(BadInput, match=f"engine {engine}: runs artifacts of format phone; this one is awq"):
             check_format(engine, "awq")
+
+
+def test_an_engine_without_a_kernel_for_this_processor_is_told_before_it_starts(
+    workshop: Workshop, tmp_path: Path, fake: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "has_avx512", lambda: False)
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    for format in ("gptq", "awq"):
+        wanted = f"engine vllm: its kernel for {format} needs a processor with AVX-512, .* here it runs tinygemm"
+        with pytest.raises(EnvironmentProblem, match=wanted):
+            run_jobs("vllm", PYTHON, [job(workshop, tmp_path, format, format)], tmp_path / "log")
+    assert not (tmp_path / "log").exists()
+    check_processor("vllm", "tinygemm")
+    check_processor("gptqmodel", "gptq")
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    check_processor("vllm", "gptq")
 
 
 def test_an_absent_engine_is_told_with_the_line_that_installs_it(tmp_path: Path) -> None:

