@@ -10,7 +10,7 @@ import torch
 from calibrate.gptq import gptq
 from calibrate.grid import Grid, Quantized
 from calibrate.head import Part
-from calibrate.outputs import by_outputs, ordered, stacked
+from calibrate.outputs import by_outputs, ordered, split, stacked
 from calibrate.refine import SWEEPS, refine
 from calibrate.search import error, round_to_nearest, search
 from calibrate.statistics import Inputs
@@ -56,17 +56,31 @@ def choose(
     outputs: Sequence[torch.Tensor] = (),
     parts: Iterable[Part] | None = None,
 ) -> Chosen:
-    """Quantises a linear [N, K] by those methods of a list that work on a single one.
+    """Quantises a single linear, as `choose_together` does several."""
+    (chosen,) = choose_together([weight], grid, names, inputs, outputs, parts)
+    return chosen
 
-    The result is never worse than round to nearest in the error that the inputs define; None makes all channels alike.
+
+def choose_together(
+    weights: Sequence[torch.Tensor],
+    grid: Grid,
+    names: Sequence[str],
+    inputs: Inputs | None,
+    outputs: Sequence[torch.Tensor] = (),
+    parts: Iterable[Part] | None = None,
+) -> list[Chosen]:
+    """Quantises linears [N, K] that read the same inputs by those methods of a list that work on single linears.
+
+    None of them is worse than round to nearest in the error that the inputs define; None makes all channels alike.
 
     Args:
-        outputs: what errors of the outputs cost, see `calibrate.outputs`; empty weighs all alike.
+        outputs: what errors of their outputs cost, one linear behind the other, see `calibrate.outputs`; empty weighs
+            all alike.
         parts: output channels that see the inputs in ways of their own, all of them; None where none do.
     """
-    known = inputs or Inputs.alike(weight.shape[1])
-    plain = round_to_nearest(weight, grid)
-    weight = known.target(weight)
+    known = inputs or Inputs.alike(weights[0].shape[1])
+    targets = [known.target(weight) for weight in weights]
+    weight = torch.cat(targets) if len(targets) > 1 else targets[0]
     (first,) = (name for name in names if name in CHOOSE)
 
     def quantise(rows: torch.Tensor, seen: Inputs = known) -> Quantized:
@@ -79,13 +93,23 @@ def choose(
     if outputs:
         quantized = by_outputs(weight, outputs, quantise)
     elif parts is not None:
-        found = [(part.channels, quantise(weight[part.channels], part.inputs)) for part in parts]
-        order = torch.argsort(torch.cat([channels for channels, _ in found]))
-        quantized = ordered(stacked([q for _, q in found]), order)
+        apart = [(part.channels, quantise(weight[part.channels], part.inputs)) for part in parts]
+        order = torch.argsort(torch.cat([channels for channels, _ in apart]))
+        quantized = ordered(stacked([q for _, q in apart]), order)
     else:
         quantized = quantise(weight)
-    lost = error(weight, quantized, known.second)
-    bound = error(weight, plain, known.second)
+    each = split(quantized, [len(target) for target in targets])
+    return [
+        _never_worse(original, target, found, grid, names, known)
+        for original, target, found in zip(weights, targets, each, strict=True)
+    ]
+
+
+def _never_worse(
+    weight: torch.Tensor, target: torch.Tensor, found: Quantized, grid: Grid, names: Sequence[str], known: Inputs
+) -> Chosen:
+    plain = round_to_nearest(weight, grid)
+    lost, bound = (error(target, quantized, known.second) for quantized in (found, plain))
     if lost <= bound:
-        return Chosen(quantized, lost)
+        return Chosen(found, lost)
     return Chosen(plain, bound, f"{'+'.join(names)} came to an error of {lost:.4g}, round to nearest to {bound:.4g}")

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from calibrate.grid import Quantized
-from calibrate.hessian import factorise
+from calibrate.hessian import Factor, factorise
 
 # Blocks of a span's output channels, which are quantised one after another; the channels of one go without regard to
 # each other. Twice as many cost twice the time and find a little more (docs/fidelity.md).
@@ -33,27 +33,49 @@ def by_outputs(
         weight: [N, K], any float dtype.
         outputs: fp32 [rows, rows] of consecutive spans of output channels, N rows in all.
         quantise: what quantises some output channels, [rows, K], for the error that the inputs define.
-        block: output channels that are quantised together; by BLOCKS unless given.
+        block: output channels of a span that are quantised together; by BLOCKS unless given.
     """
-    parts, start = [], 0
-    for moments in outputs:
-        parts.append(_span(weight[start : start + len(moments)].float(), moments, quantise, block))
-        start += len(moments)
-    return stacked(parts)
+    parts = weight.split([len(moments) for moments in outputs])
+    spans = [_Span(part.float(), factorise(moments), block) for part, moments in zip(parts, outputs, strict=True)]
+    # Each span's blocks follow one another, and those of different spans go together: few large steps are faster.
+    while going := [span for span in spans if span.left]:
+        targets = [span.target() for span in going]
+        found = quantise(torch.cat(targets))
+        for span, part in zip(going, split(found, [len(target) for target in targets]), strict=True):
+            span.take(part)
+    return stacked([span.quantized() for span in spans])
 
 
-def _span(weight: torch.Tensor, moments: torch.Tensor, quantise: Quantise, block: int | None) -> Quantized:
-    factor = factorise(moments)
-    block = block or max(SMALLEST, -(-len(weight) // BLOCKS))
-    w = weight[factor.order]
-    errors = torch.zeros_like(w)
-    parts = []
-    for start in range(0, len(w), block):
-        rows = slice(start, start + block)
-        target = w[rows] + factor.feedback[:start, rows].t() @ errors[:start]
-        parts.append(quantise(target))
-        errors[rows] = w[rows] - parts[-1].dequantize(torch.float32)
-    return ordered(stacked(parts), torch.argsort(factor.order))
+class _Span:
+    """Output channels on their way: the first ``done`` of them, in their order, are quantised."""
+
+    def __init__(self, weight: torch.Tensor, factor: Factor, block: int | None) -> None:
+        self.factor, self.weight = factor, weight[factor.order]
+        self.block = block or max(SMALLEST, -(-len(weight) // BLOCKS))
+        self.errors = torch.zeros_like(self.weight)
+        self.parts: list[Quantized] = []
+        self.done = 0
+
+    @property
+    def left(self) -> bool:
+        return self.done < len(self.weight)
+
+    @property
+    def _next(self) -> slice:
+        return slice(self.done, min(self.done + self.block, len(self.weight)))
+
+    def target(self) -> torch.Tensor:
+        """What the next block should be, to make up for the errors of those before it."""
+        return self.weight[self._next] + self.factor.feedback[: self.done, self._next].t() @ self.errors[: self.done]
+
+    def take(self, part: Quantized) -> None:
+        """The next block, quantised."""
+        self.errors[self._next] = self.weight[self._next] - part.dequantize(torch.float32)
+        self.done = self._next.stop
+        self.parts.append(part)
+
+    def quantized(self) -> Quantized:
+        return ordered(stacked(self.parts), torch.argsort(self.factor.order))
 
 
 def stacked(parts: Sequence[Quantized]) -> Quantized:
@@ -67,7 +89,12 @@ def stacked(parts: Sequence[Quantized]) -> Quantized:
     return replace(parts[0], codes=codes, scales=scales, zeros=stack("zeros"), zero_points=stack("zero_points"))
 
 
+def split(q: Quantized, sizes: Sequence[int]) -> list[Quantized]:
+    """The rows of a linear in consecutive parts."""
+    return [ordered(q, rows) for rows in torch.arange(len(q.codes)).split(list(sizes))]
+
+
 def ordered(q: Quantized, order: torch.Tensor) -> Quantized:
-    """The rows of a linear in another order."""
+    """Rows of a linear, by their numbers."""
     zeros, points = (None if t is None else t[order] for t in (q.zeros, q.zero_points))
     return replace(q, codes=q.codes[order], scales=q.scales[order], zeros=zeros, zero_points=points)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from calibrate.composition import compares, needs, trains, weighs
-from calibrate.fisher import Fisher
+from calibrate.fisher import Fisher, LayerFisher
 from calibrate.grid import Grid, check_finite
 from calibrate.head import Part, parts
 from calibrate.links import Smoother
-from calibrate.methods import choose
+from calibrate.methods import choose_together
 from calibrate.replay import Replay, batches
 from calibrate.results import Hidden, QuantizedLayer, Results
 from calibrate.statistics import Inputs, Moments, first_input, reading
@@ -188,17 +188,24 @@ class _Run:
 
     def choose(
         self,
-        linear: Linear,
-        weight: torch.Tensor,
+        weights: Mapping[str, torch.Tensor],
         inputs: Inputs | None,
         found: QuantizedLayer,
-        outputs: Sequence[torch.Tensor] = (),
+        loss: LayerFisher | None = None,
         parts: Iterable[Part] | None = None,
     ) -> None:
-        chosen = choose(weight, self.grids[linear.name], self.recipe.method, inputs, outputs, parts)
-        found.linears[linear.name], found.errors[linear.name] = chosen.quantized, chosen.error
-        if chosen.fallback:
-            found.fallbacks[linear.name] = chosen.fallback
+        """Quantises linears, by name, that read the same inputs; those with the same grid together."""
+        by_grid: dict[Grid, list[str]] = {}
+        for name in weights:
+            by_grid.setdefault(self.grids[name], []).append(name)
+        for grid, names in by_grid.items():
+            outputs = [] if loss is None else [span for name in names for span in loss.outputs[name]]
+            together = [weights[name] for name in names]
+            all_chosen = choose_together(together, grid, self.recipe.method, inputs, outputs, parts)
+            for name, chosen in zip(names, all_chosen, strict=True):
+                found.linears[name], found.errors[name] = chosen.quantized, chosen.error
+                if chosen.fallback:
+                    found.fallbacks[name] = chosen.fallback
 
 
 def groups(family: Family, prefix: str, linears: Sequence[Linear]) -> list[list[Linear]]:
@@ -227,7 +234,6 @@ def _layer(run: _Run, index: int, linears: list[Linear]) -> None:
             # While the layer's weights are still the source's.
             reference = stream.advance_reference(layer, index, list(together))
         for first, group in together.items():
-            modules = {linear.module: layer.get_submodule(linear.module.removeprefix(prefix)) for linear in group}
             inputs, factors = None, None
             if stream is not None:
                 tokens = None if loss is None else loss.counts([linear.name for linear in group])
@@ -235,13 +241,16 @@ def _layer(run: _Run, index: int, linears: list[Linear]) -> None:
             if run.smoother is not None and inputs is not None:
                 factors = run.smoother.smooth(layer, prefix, group, run.grids[group[0].name], inputs, found)
                 inputs = inputs if factors is None else inputs.scaled(factors)
-            for linear in group:
-                module = modules[linear.module]
-                assert isinstance(module, nn.Linear)
-                rows = module.weight[linear.start : linear.stop]
-                outputs = () if loss is None else loss.outputs[linear.name]
-                run.choose(linear, rows if factors is None else rows.float() * factors, inputs, found, outputs)
-                rows.copy_(found.linears[linear.name].dequantize(run.recipe.dtype))
+            rows = {
+                linear.name: layer.get_parameter(f"{linear.module.removeprefix(prefix)}.weight")[
+                    linear.start : linear.stop
+                ]
+                for linear in group
+            }
+            weights = rows if factors is None else {name: weight.float() * factors for name, weight in rows.items()}
+            run.choose(weights, inputs, found, loss)
+            for name, weight in rows.items():
+                weight.copy_(found.linears[name].dequantize(run.recipe.dtype))
         if stream is not None:
             stream.advance(layer, index)
         run.results.save(index, found, None if stream is None else stream.hidden)
@@ -269,7 +278,7 @@ def _head(run: _Run, linears: list[Linear]) -> None:
                 if factors is not None:
                     weight, inputs = weight.float() * factors, inputs.scaled(factors)
                     clusters = clusters and _scaled(clusters, factors)
-        run.choose(linear, weight, inputs, found, parts=clusters)
+        run.choose({linear.name: weight}, inputs, found, parts=clusters)
     run.results.save(len(replay), found)
 
 

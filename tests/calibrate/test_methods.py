@@ -7,8 +7,8 @@ import torch
 
 from calibrate import methods as module
 from calibrate.composition import METHODS, STAGES, Method, composition_problems
-from calibrate.grid import Grid
-from calibrate.methods import CHOOSE, REFINE, choose
+from calibrate.grid import Grid, ZeroKind
+from calibrate.methods import CHOOSE, REFINE, choose, choose_together
 from calibrate.search import error, round_to_nearest
 from calibrate.statistics import Moments
 
@@ -41,6 +41,24 @@ def test_a_list_that_does_not_compose_is_told_how_it_would(
     monkeypatch.setitem(METHODS, "after", Method(STAGES[-1], "weights"))
     problems = composition_problems(names)
     assert len(problems) == bool(problem) and problem in "".join(problems)
+
+
+@pytest.mark.parametrize("zero", ["none", "integer", "float"])
+def test_linears_that_read_the_same_are_quantised_together_as_each_would_be_alone(zero: ZeroKind) -> None:
+    generator = torch.Generator().manual_seed(0)
+    seen = Moments(full=True)
+    seen.add(torch.randn(100, 64, generator=generator) @ torch.randn(64, 64, generator=generator))
+    inputs, grid = seen.inputs(), Grid(32, zero)
+    weights = [torch.randn(rows, 64, generator=generator) for rows in (24, 8, 8)]
+    # Round to nearest for one of them: each is judged by itself.
+    weights[1] = round_to_nearest(weights[1], grid).dequantize(torch.float32)
+    found = choose_together(weights, grid, ["gptq", "refine"], inputs)
+    for weight, together in zip(weights, found, strict=True):
+        alone = choose(weight, grid, ["gptq", "refine"], inputs)
+        # Larger products sum in another order, and a tie may fall otherwise.
+        assert (together.quantized.codes != alone.quantized.codes).float().mean() < 0.01
+        assert together.error == pytest.approx(alone.error, rel=0.01, abs=1e-6)
+        assert bool(together.fallback) == bool(alone.fallback)
 
 
 def test_a_result_worse_than_round_to_nearest_falls_back_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ def targets() -> list[dict[str, Any]]:
 def test_targets_that_quantise_the_same_weights_share_one_measurement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = project(tmp_path / "p", targets=targets())
+    file = project(tmp_path / "p", config={"num_hidden_layers": 1}, targets=targets())
     promised = estimate(prepare(load(file)))
     result = invoke("run", file)
     assert result.exit_code == 0, result.output
@@ -45,7 +45,7 @@ def test_targets_that_quantise_the_same_weights_share_one_measurement(
     assert used < promised.work_bytes
     weighed, plain = (Artifact(file.parent / "output" / name) for name in ("weighed", "plain"))
     differ = [not torch.equal(weighed.quantized(m).codes, plain.quantized(m).codes) for m in plain.modules]
-    assert len(differ) >= 14 and all(differ)
+    assert len(differ) >= 7 and all(differ)
     assert weighed.bits_per_weight == plain.bits_per_weight
     rows = [linear for row in weighed.ledger.tensors for linear in row.linears]
     assert rows and all(tuple(row.method) == ("fisher", "gptq") for row in rows)
@@ -60,7 +60,7 @@ def test_targets_that_quantise_the_same_weights_share_one_measurement(
     assert invoke("run", file).exit_code == 0
     assert content(file.parent / "output" / "float") == written
     assert {f: f.stat().st_mtime_ns for f in before} == before
-    (layer,) = (Fisher(stage).load(1) for stage in stages[:1])
+    (layer,) = (Fisher(stage).load(0) for stage in stages[:1])
     assert all(float(sizes.min()) >= 0 and float(sizes.max()) > 0 for sizes in layer.tokens.values())
     # Another way to measure makes other codes: none of those that rest on it are taken from the work folder.
     monkeypatch.setitem(STAGE_VERSIONS, "fisher", STAGE_VERSIONS["fisher"] + 1)
