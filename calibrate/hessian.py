@@ -64,15 +64,14 @@ def factorise(hessian: torch.Tensor) -> Factor:
     return Factor(order, feedback.contiguous(), weights.float())
 
 
-def correction(drift: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
-    """C, fp32 [K, K]: the weight W + W C makes up for a part of what was changed of its inputs before it.
+def correction(missing: torch.Tensor, cholesky: torch.Tensor) -> torch.Tensor:
+    """What is added to a weight, fp32 [N, K], to make up for a part of what its outputs miss for changes before it.
 
-    The outputs of W + W D H^-1 on the inputs x come nearest to those of W on the source model's inputs x~ (the
-    asymmetric calibration of GPTAQ, arXiv 2504.02692, as the least squares solution that it sums up to).
+    For a miss e of the outputs on the inputs x it is the least squares solution E[e x^T] H^-1. Where e is W (x~ - x),
+    with the source model's inputs x~, it is what the asymmetric calibration of GPTAQ (arXiv 2504.02692) sums up to.
 
     Args:
-        drift: D = E[(x~ - x) x^T], fp32 [K, K].
-        hessian: H = E[x x^T], fp32 [K, K].
+        missing: E[e x^T], fp32 [N, K].
+        cholesky: the lower factor of H = E[x x^T], damped, fp64 [K, K].
     """
-    factor = torch.linalg.cholesky(damped(hessian))
-    return (CORRECTION * torch.cholesky_solve(drift.double().t(), factor).t()).float()
+    return (CORRECTION * torch.cholesky_solve(missing.double().t(), cholesky).t()).float()

@@ -17,7 +17,7 @@ from calibrate.links import Smoother
 from calibrate.methods import choose_together
 from calibrate.replay import Replay, batches
 from calibrate.results import Hidden, QuantizedLayer, Results
-from calibrate.statistics import Inputs, Moments, first_input, reading
+from calibrate.statistics import Inputs, Moments, first_inputs, reading
 from models.checkpoint import Checkpoint
 from models.family import Dimensions, Family, Linear
 from models.skeleton import stored_name
@@ -139,17 +139,24 @@ class _Stream:
         index: int,
         name: str,
         seen: Moments,
-        reference: Sequence[torch.Tensor],
+        reference: Mapping[str, list[torch.Tensor]],
         tokens: torch.Tensor | None,
     ) -> Inputs:
-        """What a linear of the layer, with its weights as they are now, reads, beside what it reads in the source;
-        ``tokens`` is what each token counts."""
+        """What a linear of the layer, with its weights as they are now, reads, beside what it and the norm before it
+        read in the source; ``tokens`` is what each token counts."""
         counts = (
             None if tokens is None else tokens.split([hidden.shape[:2].numel() for hidden in self.hidden.quantized])
         )
+        norm = _norm_before(self.replay.family, name) if reference else None
+        modules = [layer.get_submodule(each) for each in (norm, name) if each is not None]
         for i, hidden in enumerate(self.hidden.quantized):
-            x = first_input(layer.get_submodule(name), partial(self.replay.run, layer, index, hidden))
-            seen.add(x, reference[i] if reference else None, None if counts is None else counts[i])
+            *before, x = first_inputs(modules, partial(self.replay.run, layer, index, hidden))
+            seen.add(
+                x,
+                reference[name][i] if reference else None,
+                None if counts is None else counts[i],
+                reference[norm][i] - before[0] if norm is not None else None,
+            )
         return seen.inputs()
 
     def advance(self, layer: nn.Module, index: int) -> None:
@@ -232,12 +239,14 @@ def _layer(run: _Run, index: int, linears: list[Linear]) -> None:
         reference: dict[str, list[torch.Tensor]] = {}
         if stream is not None and run.recipe.compares:
             # While the layer's weights are still the source's.
-            reference = stream.advance_reference(layer, index, list(together))
+            norms = [norm for name in together if (norm := _norm_before(replay.family, name)) is not None]
+            reference = stream.advance_reference(layer, index, [*together, *norms])
         for first, group in together.items():
             inputs, factors = None, None
             if stream is not None:
                 tokens = None if loss is None else loss.counts([linear.name for linear in group])
-                inputs = stream.inputs(layer, index, first, run.moments(), reference.pop(first, ()), tokens)
+                inputs = stream.inputs(layer, index, first, run.moments(), reference, tokens)
+                reference.pop(first, None)
             if run.smoother is not None and inputs is not None:
                 factors = run.smoother.smooth(layer, prefix, group, run.grids[group[0].name], inputs, found)
                 inputs = inputs if factors is None else inputs.scaled(factors)
@@ -254,6 +263,10 @@ def _layer(run: _Run, index: int, linears: list[Linear]) -> None:
         if stream is not None:
             stream.advance(layer, index)
         run.results.save(index, found, None if stream is None else stream.hidden)
+
+
+def _norm_before(family: Family, linear: str) -> str | None:
+    return None if family.links is None else family.links.norm_before(linear)
 
 
 def _head(run: _Run, linears: list[Linear]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from calibrate.hessian import Factor, correction, factorise
+from calibrate.hessian import Factor, correction, damped, factorise
 from calibrate.products import cross, gram
 
 
@@ -22,12 +22,15 @@ class Inputs:
         moments: fp32 [K], second moments E[x_k^2].
         hessian: fp32 [K, K], E[x x^T], where a method wants it.
         drift: fp32 [K, K], E[(x~ - x) x^T] with the inputs x~ of the source's model, where a method compares with it.
+        residual: fp32 [N, K], E[(r~ - r) x^T] where it does and the outputs are added to a residual stream r, which is
+            r~ in the source's model.
         sample: fp32 [tokens, K], some of the inputs, where a method looks at them one by one.
     """
 
     moments: torch.Tensor
     hessian: torch.Tensor | None = None
     drift: torch.Tensor | None = None
+    residual: torch.Tensor | None = None
     sample: torch.Tensor | None = None
 
     @staticmethod
@@ -39,8 +42,8 @@ class Inputs:
         """What a linear reads where each channel was divided by its factor [K]."""
         products = torch.outer(factors, factors)
         hessian, drift = (None if t is None else t / products for t in (self.hessian, self.drift))
-        sample = None if self.sample is None else self.sample / factors
-        return Inputs(self.moments / factors.square(), hessian, drift, sample)
+        residual, sample = (None if t is None else t / factors for t in (self.residual, self.sample))
+        return Inputs(self.moments / factors.square(), hessian, drift, residual, sample)
 
     @property
     def full(self) -> torch.Tensor:
@@ -49,11 +52,14 @@ class Inputs:
 
     def target(self, weight: torch.Tensor) -> torch.Tensor:
         """The weight [N, K] that a quantised one should come near: see `calibrate.hessian.correction`."""
-        return weight if self._correction is None else weight + weight.float() @ self._correction
+        if self.drift is None:
+            return weight
+        missing = weight.float() @ self.drift
+        return weight + correction(missing if self.residual is None else missing + self.residual, self._cholesky)
 
     @cached_property
-    def _correction(self) -> torch.Tensor | None:
-        return None if self.drift is None else correction(self.drift, self.full)
+    def _cholesky(self) -> torch.Tensor:
+        return torch.linalg.cholesky(damped(self.full))
 
     @property
     def second(self) -> torch.Tensor:
@@ -76,6 +82,7 @@ class Moments:
         total: fp64 [K], sum over tokens of x squared.
         products: fp32 [K, K], sum over tokens of x x^T; only when ``full``.
         drift: fp32 [K, K], sum over tokens of (x~ - x) x^T, where inputs x~ of the source's model were given too.
+        residual: fp32 [N, K], sum over tokens of (r~ - r) x^T, where r~ - r of a residual stream was given too.
         tokens: how many tokens were summed.
     """
 
@@ -84,14 +91,28 @@ class Moments:
     total: torch.Tensor | None = None
     products: torch.Tensor | None = None
     drift: torch.Tensor | None = None
+    residual: torch.Tensor | None = None
     tokens: int = 0
     kept: list[torch.Tensor] = field(default_factory=list)
 
-    def add(self, x: torch.Tensor, reference: torch.Tensor | None = None, weights: torch.Tensor | None = None) -> None:
-        """Takes inputs [..., K], what the source's model has in their place, and what each token counts, fp32 [...]."""
+    def add(
+        self,
+        x: torch.Tensor,
+        reference: torch.Tensor | None = None,
+        weights: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+    ) -> None:
+        """Takes inputs.
+
+        Args:
+            x: [..., K].
+            reference: what the source's model has in their place.
+            weights: what each token counts, fp32 [...].
+            residual: what the residual stream has there in the source's model and lacks here, [..., N].
+        """
         if weights is not None:
             roots = weights.sqrt().to(x.dtype).view(*x.shape[:-1], 1)
-            x, reference = x * roots, None if reference is None else reference * roots
+            x, reference, residual = x * roots, *(None if t is None else t * roots for t in (reference, residual))
         x = x.reshape(-1, x.shape[-1])
         self.total = _sum(self.total, x.float().square().sum(0).double())
         if self.full:
@@ -99,6 +120,8 @@ class Moments:
         if reference is not None:
             # The difference in the inputs' own dtype: its rounding is far below theirs.
             self.drift = _sum(self.drift, cross(reference.reshape(x.shape) - x, x))
+        if residual is not None:
+            self.residual = _sum(self.residual, cross(residual.reshape(len(x), -1).to(x.dtype), x))
         if self.keeps:
             self.kept.append(x[:: max(1, len(x) // self.keeps)].to(torch.float32, copy=True))
         self.tokens += x.shape[0]
@@ -112,8 +135,9 @@ class Moments:
     def inputs(self) -> Inputs:
         """What was seen. Raises ValueError before any input was."""
         moments = self.second_moments()
-        hessian, drift = (None if t is None else t / self.tokens for t in (self.products, self.drift))
-        return Inputs(moments, hessian, drift, torch.cat(self.kept) if self.kept else None)
+        sums = (self.products, self.drift, self.residual)
+        hessian, drift, residual = (None if t is None else t / self.tokens for t in sums)
+        return Inputs(moments, hessian, drift, residual, torch.cat(self.kept) if self.kept else None)
 
 
 def _sum(total: torch.Tensor | None, part: torch.Tensor) -> torch.Tensor:
@@ -148,22 +172,22 @@ class Enough(Exception):
     """A module's input was seen: the rest of the forward pass would teach nothing."""
 
 
-def first_input(module: nn.Module, forward: Callable[[], object]) -> torch.Tensor:
-    """What a module reads in a forward pass, which ends there.
+def first_inputs(modules: Sequence[nn.Module], forward: Callable[[], object]) -> list[torch.Tensor]:
+    """What modules read in a forward pass, which ends at the last of them.
 
     Raises:
-        ValueError: when the forward pass does not come to the module.
+        ValueError: when the forward pass does not come to that.
     """
 
     def stop(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         raise Enough
 
-    with reading({"it": module}) as seen:
-        handle = module.register_forward_pre_hook(stop)
+    with reading({str(i): module for i, module in enumerate(modules)}) as seen:
+        handle = modules[-1].register_forward_pre_hook(stop)
         try:
             forward()
         except Enough:
-            return seen["it"]
+            return [seen[str(i)] for i in range(len(modules))]
         finally:
             handle.remove()
     raise ValueError("the module was not run")

@@ -38,7 +38,8 @@ class Links:
 
     Attributes:
         norms: each RMS norm, and every linear that reads its output.
-        residual: linears whose output is added to the residual stream; nothing else is.
+        residual: linears whose output is added to the residual stream, each to what the norm of the same place in
+            ``norms`` reads; nothing else is.
         values: the value projection and the linear that reads the heads' mixed values, heads in order.
         product: the linear whose output is a plain factor of what the other one reads, channel by channel.
     """
@@ -47,6 +48,10 @@ class Links:
     residual: tuple[str, ...]
     values: tuple[str, str]
     product: tuple[str, str]
+
+    def norm_before(self, linear: str) -> str | None:
+        """The norm that reads the residual stream to which a linear's output is added; None for others."""
+        return dict(zip(self.residual, (norm for norm, _ in self.norms), strict=True)).get(linear)
 
 
 # RMS norms before attention and MLP, and nothing else on the residual stream.

@@ -56,7 +56,8 @@ def test_the_correction_brings_outputs_nearer_to_the_sources() -> None:
     x = torch.randn(500, 24, generator=generator) @ torch.randn(24, 24, generator=generator)
     source = x + 0.3 * x @ torch.randn(24, 24, generator=generator) / 5
     h, drift = x.t() @ x / 500, (source - x).t() @ x / 500
-    corrected = weight + weight @ correction(drift, h)
+    factor = torch.linalg.cholesky(damped(h))
+    corrected = weight + correction(weight @ drift, factor)
     wanted, before, after = source @ weight.t(), x @ weight.t(), x @ corrected.t()
     assert 0.3 < float((after - wanted).norm() / (before - wanted).norm()) < 0.7
-    assert not correction(torch.zeros(24, 24), h).any()
+    assert not correction(torch.zeros(8, 24), factor).any()

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from calibrate.statistics import Moments, first_input, observe
+from calibrate.hessian import DAMPING
+from calibrate.statistics import Moments, first_inputs, observe
 
 
 def test_moments_over_batches_are_those_of_all_tokens_together() -> None:
@@ -43,15 +44,49 @@ def test_hooks_are_gone_after_the_block_also_after_an_error() -> None:
 
 
 def test_products_and_drift_are_sums_over_all_tokens() -> None:
-    x, other = torch.randn(2, 12, 6, generator=torch.Generator().manual_seed(0))
+    x, other, stream = torch.randn(3, 12, 6, generator=torch.Generator().manual_seed(0))
+    stream = stream[:, :4]
     seen = Moments(full=True)
-    for part, reference in zip(x.split(5), other.split(5), strict=True):
-        seen.add(part[None], reference[None])
+    for part, reference, lack in zip(x.split(5), other.split(5), stream.split(5), strict=True):
+        seen.add(part[None], reference[None], residual=lack[None])
     inputs = seen.inputs()
     assert inputs.hessian is not None and inputs.drift is not None
     assert torch.allclose(inputs.hessian, x.t() @ x / 12, atol=1e-6)
     assert torch.allclose(inputs.hessian.diagonal(), inputs.moments)
     assert torch.allclose(inputs.drift, (other - x).t() @ x / 12, atol=1e-6)
+    assert inputs.residual is not None and torch.allclose(inputs.residual, stream.t() @ x / 12, atol=1e-6)
+
+
+def test_tokens_count_alike_in_every_sum() -> None:
+    x, other, stream = torch.randn(3, 12, 6, generator=torch.Generator().manual_seed(0))
+    counts = torch.tensor([1.0, 4.0] * 6)
+    weighed, repeated = Moments(full=True), Moments(full=True)
+    weighed.add(x, other, counts, stream)
+    for times in (1, 4):
+        for _ in range(times):
+            chosen = counts == times
+            repeated.add(x[chosen], other[chosen], residual=stream[chosen])
+    for name in ("products", "drift", "residual"):
+        assert torch.allclose(getattr(weighed, name), getattr(repeated, name), atol=1e-5), name
+
+
+def test_the_target_makes_up_for_half_of_what_the_output_and_the_stream_behind_it_lack() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, other = torch.randn(2, 500, 6, generator=generator)
+    weight = torch.randn(4, 6, generator=generator)
+    # All of the stream's lack is a linear function of the inputs, so that all of it could be made up for.
+    lack = x @ torch.randn(6, 4, generator=generator)
+    half = lack / 2 / (1 + DAMPING)
+    seen = Moments(full=True)
+    seen.add(x, x, residual=lack)
+    added = x @ (seen.inputs().target(weight) - weight).t()
+    assert torch.allclose(added, half, rtol=0.05, atol=0.05)
+    seen = Moments(full=True)
+    seen.add(x, other)
+    without = seen.inputs().target(weight)
+    seen = Moments(full=True)
+    seen.add(x, other, residual=lack)
+    assert torch.allclose(x @ (seen.inputs().target(weight) - without).t(), half, rtol=0.05, atol=0.05)
 
 
 def test_a_forward_pass_ends_where_the_input_is_seen() -> None:
@@ -59,7 +94,8 @@ def test_a_forward_pass_ends_where_the_input_is_seen() -> None:
     layers = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     layers[1].register_forward_hook(lambda *_: after.append(1))
     x = torch.ones(5, 4)
-    assert torch.equal(first_input(layers[1], lambda: layers(x)), layers[0](x)) and not after
-    assert not layers[1]._forward_pre_hooks
+    first, second = first_inputs(layers, lambda: layers(x))
+    assert torch.equal(first, x) and torch.equal(second, layers[0](x)) and not after
+    assert not any(layer._forward_pre_hooks for layer in layers)
     with pytest.raises(ValueError, match="was not run"):
-        first_input(layers[1], lambda: layers[0](x))
+        first_inputs([layers[1]], lambda: layers[0](x))
