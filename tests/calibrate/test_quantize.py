@@ -13,10 +13,12 @@ from safetensors.torch import load_file, save_file
 
 from calibrate import quantize as module
 from calibrate.grid import Grid
+from calibrate.methods import choose
 from calibrate.quantize import Recipe, quantize
 from calibrate.replay import Replay, batches
 from calibrate.results import Hidden, QuantizedLayer, Results
 from calibrate.search import error, round_to_nearest, search
+from calibrate.statistics import Moments
 from models.checkpoint import Folder
 from models.errors import BadInput
 from models.opened import OpenedModel, open_model
@@ -181,6 +183,45 @@ def test_a_linear_sees_what_the_quantised_ones_before_it_give(model: OpenedModel
             assert torch.equal(second.linears[linear.name].codes, expected.codes), linear.name
             assert second.errors[linear.name] == pytest.approx(error(rows, expected, moments), rel=1e-4)
         put(full, model, QuantizedLayer({linear.name: second.linears[linear.name] for linear in group}))
+
+
+@pytest.mark.parametrize("short", ["self_attn.out_proj", "mlp.down_proj", "mlp.up_proj"])
+def test_compensation_sees_what_the_inputs_and_the_residual_stream_have_in_the_source(
+    model: OpenedModel, tmp_path: Path, short: str
+) -> None:
+    """Computed directly, as above: beside the quantised model's inputs and stream those of the source."""
+    results = run(model, replace(recipe(model), method=("gptq",)), tmp_path / "results")
+    source, full = (load_model(model.checkpoint, torch.bfloat16) for _ in range(2))
+    put(full, model, results.load(0))
+    second = results.load(1).linears
+    order = ["q_proj", "k_proj", "v_proj", "out_proj", "gate_proj", "up_proj", "down_proj"]
+    earlier = order[: order.index(short.rpartition(".")[2]) - (short == "mlp.up_proj")]
+    put(full, model, QuantizedLayer({name: q for name, q in second.items() if name.rpartition(".")[2] in earlier}))
+    norm = {"self_attn.out_proj": "input_layernorm", "mlp.down_proj": "post_attention_layernorm"}.get(short)
+    name = f"model.layers.1.{short}"
+    seen, blind = Moments(full=True), Moments(full=True)
+    for (x, stream), (other, wanted) in zip(*(observed(each, name, norm) for each in (full, source)), strict=True):
+        seen.add(x, other, residual=None if norm is None else wanted - stream)
+        blind.add(x, other)
+    weight, grid = model.checkpoint.read(f"{name}.weight").bfloat16(), Grid(32)
+    expected, without = (choose(weight, grid, ["gptq"], each.inputs()).quantized for each in (seen, blind))
+    assert torch.equal(second[name].codes, expected.codes)
+    assert torch.equal(second[name].codes, without.codes) == (norm is None)
+
+
+@torch.no_grad()
+def observed(full: Any, linear: str, norm: str | None) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What a linear, and a norm of its layer, read in the whole model, batch by batch."""
+    modules = [full.get_submodule(linear), full.get_submodule(f"model.layers.1.{norm}" if norm else linear)]
+    read: list[list[torch.Tensor]] = [[], []]
+    hooks = [
+        m.register_forward_pre_hook(lambda _, x, to=to: to.append(x[0])) for m, to in zip(modules, read, strict=True)
+    ]
+    for batch in batches(WINDOWS):
+        full(batch, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return list(zip(*read, strict=True))
 
 
 @torch.no_grad()
