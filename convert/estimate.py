@@ -73,7 +73,8 @@ def estimate(prepared: Prepared) -> Estimate:
     shard = min(prepared.pipeline.output.shard_bytes, max((t.file_bytes for t in targets), default=0))
     calibration = largest_layer * 3 + embedding + max(1, streams) * hidden_once * 2
     if any(plan.recipe.compares for plan in prepared.plans):
-        calibration += _read_bytes(prepared)
+        # And the residual stream of the source where each of a layer's halves adds to it.
+        calibration += _read_bytes(prepared) + 2 * hidden_once
     weighing = [plan for plan in prepared.plans if plan.recipe.weighs]
     if weighing:
         # Each layer's inputs on the way, and the products of the gradients of every layer that quantises other weights.
