@@ -7,6 +7,7 @@ every value head's.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ def permute_channels(model: OpenedModel, folder: Path, seed: int = 0) -> Path:
     Args:
         seed: of the permutations.
     """
-    source, sizes, family = model.checkpoint, model.dimensions, model.family
+    sizes, family = model.dimensions, model.family
     generator = torch.Generator().manual_seed(seed)
     residual = torch.randperm(sizes.hidden, generator=generator)
     heads = {
@@ -54,10 +55,18 @@ def permute_channels(model: OpenedModel, folder: Path, seed: int = 0) -> Path:
             return value[residual][:, inner[int(layer)]]
         raise ValueError(f"{name}: not a tensor of a plain Llama")
 
+    return write_copy(model, folder, permuted)
+
+
+def write_copy(
+    model: OpenedModel, folder: Path, change: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, value: value
+) -> Path:
+    """Writes a model's tensors, each as ``change`` makes it, into a new Hugging Face folder and returns that."""
+    source = model.checkpoint
     folder.mkdir(parents=True)
     writer = Writer(folder, 2**31)
     for name in source.tensors:
-        writer.add(name, permuted(name, source.read(name)).contiguous())
+        writer.add(name, change(name, source.read(name)).contiguous())
     writer.finish()
     (folder / "config.json").write_bytes(to_json(source.config))
     for name, path in source.side_files().items():

