@@ -9,15 +9,15 @@ from typing import Any
 
 from convert.config import Pipeline
 from convert.judge import Job, measurement_key, position_key, reference_key
-from convert.precision import PARTS, sensitivity_key, with_precision
+from convert.precision import PARTS, with_precision
 from convert.prepare import prepare
-from convert.run import calibration_key, fisher_key, observation_key, shown_to, source_of, windows_for
+from convert.run import source_of
+from convert.stages import Stages
 from convert.store import Store
 from convert.terminal import Reporter
 from export.artifact import is_artifact
 from export.opened import open_artifact
-from export.phone.plan import PhonePlan
-from export.plan import Plan, TargetPlan
+from export.plan import Plan
 from models.errors import BadInput, EnvironmentProblem
 from validate.measure import Settings
 
@@ -70,21 +70,16 @@ def _used(pipeline: Pipeline, store: Store, show: Reporter) -> list[Path]:
     job = Job(prepared, source_of(prepared), store, False, show)
     found: list[Path] = []
     for plan in prepared.plans:
-        windows = windows_for(plan, texts.calibration)
-        content = calibration_key(job, plan, windows)
-        if isinstance(plan, TargetPlan) and plan.spec.budget is not None and windows is not None:
-            found.append(store.path("sensitivity", sensitivity_key(plan, content)))
+        stages = Stages(job, plan, texts.calibration)
+        if stages.sensitivity is not None:
+            found.append(store.path("sensitivity", stages.sensitivity))
             # What stays unquantised, and so the rest, is known when that is done.
             if not (found[-1] / PARTS).is_file():
                 continue
-            chosen = with_precision(job, plan, content, windows.ids, show)
-            content = calibration_key(job, chosen.plan, windows)
-        found.append(store.path("calibrate", content))
-        weighed = fisher_key(job, plan, shown_to(plan, None if windows is None else windows.ids))
-        if weighed is not None:
-            found.append(store.path("fisher", weighed))
-        if isinstance(plan, PhonePlan):
-            found.append(store.path("observe", observation_key(plan, content)))
+            chosen = with_precision(stages, show)
+            assert chosen is not None
+            stages = Stages(job, chosen.plan, texts.calibration)
+        found += [store.path(name, content) for name, content in stages.named().items()]
     return found if texts.settings is None else found + _measured(job, prepared.plans, texts.settings)
 
 

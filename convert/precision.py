@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-
-from calibrate.quantize import Recipe, quantize
+from calibrate.quantize import quantize
 from calibrate.results import Results
 from convert.budget import kept_plan
-from convert.judge import Job
+from convert.stages import Stages, sensitivity_recipe
 from export.plan import TargetPlan
 from models.files import replace_file, to_json
 from validate.explain import Progress
 from validate.precision import mean_bits, sensitivities, within
 
-# Chooses the codes whose loss is looked at: cheap, and near enough to tell which linears are sensitive.
-METHOD = ("search",)
 # In the stage's folder, once it is done.
 PARTS = "parts.json"
 
@@ -38,28 +34,14 @@ class Chosen:
     table: list[dict[str, Any]]
 
 
-def sensitivity_key(plan: TargetPlan, content: dict[str, Any]) -> dict[str, Any]:
-    """What decides how much of the loss each linear causes; ``content`` decides the plan's quantised layers."""
-    return {**content, "recipe": repr(_recipe(plan)), "rewrites": plan.rewrites}
-
-
-def _recipe(plan: TargetPlan) -> Recipe:
-    return replace(plan.recipe, method=METHOD, int8_inputs=False)
-
-
-def with_precision(
-    job: Job, plan: TargetPlan, content: dict[str, Any], windows: torch.Tensor, progress: Progress
-) -> Chosen:
-    """Spends a plan's budget.
-
-    Args:
-        content: what decides the plan's quantised layers.
-        windows: calibration token ids [count, tokens].
-    """
-    budget, model = plan.spec.budget, job.prepared.model
-    assert budget is not None
-    recipe, view = _recipe(plan), plan.rewritten(model)
-    folder = job.store.stage("sensitivity", sensitivity_key(plan, content))
+def with_precision(stages: Stages, progress: Progress) -> Chosen | None:
+    """Spends a target's budget; None where it has none, or no text to spend it by."""
+    plan, content, windows, model = stages.plan, stages.sensitivity, stages.ids, stages.job.prepared.model
+    if content is None or windows is None:
+        return None
+    assert isinstance(plan, TargetPlan) and plan.spec.budget is not None
+    budget, recipe, view = plan.spec.budget, sensitivity_recipe(plan.recipe), plan.rewritten(model)
+    folder = stages.job.store.stage("sensitivity", content)
     file = folder / PARTS
     if not file.is_file():
         results = Results(folder / "layers")

@@ -10,20 +10,18 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from calibrate.composition import rewrites_of
 from calibrate.fisher import Fisher, Progress, measure
 from calibrate.quantize import quantize
 from calibrate.results import Results
-from calibrate.text import Windows, digest_of
-from calibrate.tune import seen, tune
+from calibrate.text import Windows
+from calibrate.tune import tune
 from convert.config import Pipeline
 from convert.estimate import check_room, estimate
 from convert.judge import Job, check_named_run, judge, read_past, subject_of
 from convert.precision import with_precision
 from convert.prepare import Prepared, prepare
-from convert.store import LOCK, STAGE_VERSIONS, Store, locked
+from convert.stages import Stages
+from convert.store import LOCK, Store, locked
 from convert.terminal import Reporter
 from export.artifact import is_artifact, write
 from export.ledger import Ledger
@@ -146,9 +144,9 @@ def _replace_changed(file: Path, content: bytes) -> None:
 def _build(job: Job, plan: Plan, calibration: Windows | None) -> AnyArtifact:
     """Calibrates and writes one target, or takes the artifact that is already there; checks its bytes either way."""
     prepared, pipeline, store, show = job.prepared, job.prepared.pipeline, job.store, job.show
-    windows = windows_for(plan, calibration)
-    content = calibration_key(job, plan, windows)
-    name, key = plan.spec.name, export_key(job, plan, calibration)
+    stages = Stages(job, plan, calibration)
+    windows, ids = stages.windows, stages.ids
+    name, key = plan.spec.name, stages.export
     folder = pipeline.output_folder / name
     recover_folder(folder)
     present = None if job.force else _up_to_date(folder, key, show)
@@ -156,23 +154,21 @@ def _build(job: Job, plan: Plan, calibration: Windows | None) -> AnyArtifact:
         show.say(f"{name}: up to date")
         return present
     model = prepared.model
-    ids = None if windows is None else windows.ids
     bits: tuple[str, ...] = ()
     precision: list[dict[str, Any]] = []
 
     def progress(what: str, done: int, total: int) -> None:
         show(f"{name}: {what}", done, total)
 
-    if isinstance(plan, TargetPlan) and plan.spec.budget is not None and ids is not None:
-        chosen = with_precision(job, plan, content, ids, progress)
+    chosen = with_precision(stages, progress)
+    if chosen is not None:
         plan, bits, precision = chosen.plan, (chosen.note,), chosen.table
-        content = calibration_key(job, plan, windows)
-    results = Results(store.stage("calibrate", content))
+        stages = Stages(job, plan, calibration)
+    results = Results(store.stage("calibrate", stages.calibrate))
     # What is quantised may be the same function in other weights.
     view = plan.rewritten(model)
-    shown = shown_to(plan, ids)
-    fisher = _fisher(job, plan, view.checkpoint, shown, progress)
-    quantize(view.checkpoint, view.linears, plan.recipe, shown, results, progress, fisher)
+    fisher = _fisher(stages, view.checkpoint, progress)
+    quantize(view.checkpoint, view.linears, plan.recipe, stages.shown, results, progress, fisher)
     notes = (*_notes(prepared, plan), *bits)
     if plan.recipe.trains and ids is not None:
         tuned = tune(model.checkpoint, view.checkpoint, view.linears, plan.recipe.dtype, ids, results, progress)
@@ -190,7 +186,8 @@ def _build(job: Job, plan: Plan, calibration: Windows | None) -> AnyArtifact:
         precision=precision,
     )
     if isinstance(plan, PhonePlan):
-        observed = store.stage("observe", observation_key(plan, content))
+        assert stages.observe is not None
+        observed = store.stage("observe", stages.observe)
         write_phone(plan, model, results, ids, folder, ledger, observed, PartDriver, progress=progress)
     else:
         assert isinstance(plan, TargetPlan)
@@ -201,62 +198,12 @@ def _build(job: Job, plan: Plan, calibration: Windows | None) -> AnyArtifact:
     return artifact
 
 
-def _fisher(
-    job: Job, plan: Plan, weights: Checkpoint, windows: torch.Tensor | None, progress: Progress
-) -> Fisher | None:
+def _fisher(stages: Stages, weights: Checkpoint, progress: Progress) -> Fisher | None:
     """What the loss says of the errors, measured once for all targets that quantise the same weights."""
-    content = fisher_key(job, plan, windows)
-    if content is None or windows is None:
+    if stages.fisher is None or stages.shown is None:
         return None
-    folder = job.store.stage("fisher", content)
-    return measure(weights, job.prepared.model.linears, plan.recipe.dtype, windows, folder, progress)
-
-
-def fisher_key(job: Job, plan: Plan, windows: torch.Tensor | None) -> dict[str, Any] | None:
-    """What decides the Fisher information on the windows that a target's methods see; None where none is asked for."""
-    if not plan.recipe.weighs or windows is None:
-        return None
-    return {
-        "source": job.source["files"],
-        "rewrites": rewrites_of(plan.recipe.method),
-        "dtype": str(plan.recipe.dtype),
-        "windows": digest_of(windows),
-    }
-
-
-def shown_to(plan: Plan, ids: torch.Tensor | None) -> torch.Tensor | None:
-    """The calibration windows [count, tokens] without those that judge a training."""
-    return seen(ids) if plan.recipe.trains and ids is not None else ids
-
-
-def windows_for(plan: Plan, calibration: Windows | None) -> Windows | None:
-    """The calibration text, for a target whose method looks at it."""
-    return calibration if plan.uses_text else None
-
-
-def calibration_key(job: Job, plan: Plan, windows: Windows | None) -> dict[str, Any]:
-    """What decides a target's quantised layers."""
-    content = {
-        "source": job.source["files"],
-        "recipe": repr(plan.recipe),
-        "windows": None if windows is None else windows.digest(),
-    }
-    # What it measures follows from the rest; how it is measured does not.
-    return content | {"fisher": STAGE_VERSIONS["fisher"]} if plan.recipe.weighs else content
-
-
-def observation_key(plan: PhonePlan, content: dict[str, Any]) -> dict[str, Any]:
-    """What decides a phone target's observed ranges; ``content`` decides its quantised layers."""
-    return {"calibrate": content} | plan.key()
-
-
-def export_key(job: Job, plan: Plan, calibration: Windows | None) -> str:
-    """What decides an artifact's bytes, hashed; its ledger holds it."""
-    content = {
-        "calibrate": job.store.key("calibrate", calibration_key(job, plan, windows_for(plan, calibration))),
-        "shard_bytes": job.prepared.pipeline.output.shard_bytes,
-    }
-    return job.store.key("export", content | plan.key())
+    folder, linears = stages.job.store.stage("fisher", stages.fisher), stages.job.prepared.model.linears
+    return measure(weights, linears, stages.plan.recipe.dtype, stages.shown, folder, progress)
 
 
 def _up_to_date(folder: Path, key: str, show: Reporter) -> AnyArtifact | None:

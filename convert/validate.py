@@ -13,7 +13,8 @@ from convert.engines import find_engines
 from convert.judge import Job, check_named_run, judge, read_past, subject_of
 from convert.prepare import prepare
 from convert.report_files import write_reports
-from convert.run import export_key, output_locked, source_of
+from convert.run import output_locked, source_of
+from convert.stages import Stages
 from convert.store import Store
 from convert.terminal import Reporter
 from export.artifact import is_artifact
@@ -91,7 +92,7 @@ def validate_pipeline(pipeline: Pipeline, only: tuple[str, ...], show: Reporter)
         artifacts = _written(job)
         warnings = [*texts.warnings]
         for artifact, plan in zip(artifacts, prepared.plans, strict=True):
-            if artifact.ledger.target.get("key") != export_key(job, plan, texts.calibration):
+            if artifact.ledger.target.get("key") != Stages(job, plan, texts.calibration).export:
                 warnings.append(f"{plan.spec.name}: the pipeline or its source has changed since this was written")
         return judge(job, artifacts, texts.settings, past, began, warnings, again=True)
 
