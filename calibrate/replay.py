@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from models.checkpoint import Checkpoint
 from models.family import Family, family_of
+from models.memory import give_back
 from models.skeleton import Reader, materialise, reader, release, skeleton
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -116,6 +117,7 @@ class Replay:
             yield layer
         finally:
             release(layer)
+            give_back()
 
     @torch.no_grad()
     def run(self, layer: nn.Module, index: int, hidden: torch.Tensor) -> torch.Tensor:
