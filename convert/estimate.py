@@ -14,8 +14,8 @@ from convert.prepare import Prepared
 from export.plan import Plan, TargetPlan
 from models.errors import EnvironmentProblem
 
-# Python holds 430 MB with torch, transformers and all else imported; a tokenizer of 49,152 tokens from a GGUF takes 170,
-# and a megabyte of text on its way through it and `datasets` 250.
+# Python holds 430 MB with torch, transformers and all else imported; a tokenizer of 49,152 tokens from a GGUF takes
+# 170, and a megabyte of text on its way through it and `datasets` 250.
 BASE_MEMORY = 850 * 2**20
 # Of tuning, for a scale and a zero: shift, best shift and two moments on disk; in memory their start and units too.
 STATE_BYTES, TRAINED_BYTES = 2 * 16, 2 * 24
