@@ -1,0 +1,78 @@
+"""Which stages a target has, and what each one's key rests on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from rich.console import Console
+from rich.progress import Progress
+
+from convert.config import load
+from convert.judge import Job
+from convert.prepare import prepare
+from convert.run import source_of
+from convert.stages import Stages
+from convert.store import STAGE_VERSIONS, Store
+from convert.terminal import Reporter
+from tests.runs import project
+
+SMALL = {"group_size": 32, "lm_head": "keep"}
+TARGETS: list[dict[str, Any]] = [
+    {"name": "rtn", "format": "gptq", "method": "rtn", **SMALL},
+    {"name": "gptq", "format": "gptq", "method": "gptq", **SMALL},
+    {"name": "weighed", "format": "gptq", "method": ["fisher", "gptq"], **SMALL},
+    {"name": "trained", "format": "gptq", "method": ["fisher", "gptq", "tune"], **SMALL},
+    {"name": "budget", "format": "tinygemm", "method": "search", "bits_per_weight": 7.5, **SMALL},
+    {"name": "phone", "format": "phone", "method": "gptq"},
+]
+
+
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Stages]:
+    """Of every target, by name."""
+    calibration = {"dataset": {"path": "text", "data_files": "text.txt"}, "samples": 4, "sequence_length": 144}
+    file = project(tmp_path_factory.mktemp("stages") / "p", targets=TARGETS, calibration=calibration)
+    prepared = prepare(load(file))
+    show = Reporter(Progress(disable=True), Console(quiet=True))
+    job = Job(prepared, source_of(prepared), Store(prepared.pipeline.work_folder), False, show)
+    text = prepared.texts().calibration
+    return {plan.spec.name: Stages(job, plan, text) for plan in prepared.plans}
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        ("rtn", {"calibrate"}),
+        ("gptq", {"calibrate"}),
+        ("weighed", {"calibrate", "fisher"}),
+        ("trained", {"calibrate", "fisher"}),
+        ("budget", {"calibrate", "sensitivity"}),
+        ("phone", {"calibrate", "observe"}),
+    ],
+)
+def test_a_target_has_the_stages_of_its_methods(stages: dict[str, Stages], target: str, expected: set[str]) -> None:
+    assert set(stages[target].named()) == expected
+
+
+def test_a_method_without_use_for_text_does_not_rest_on_it(stages: dict[str, Stages]) -> None:
+    other = replace(stages["rtn"], calibration=None)
+    assert stages["rtn"].export == other.export
+    assert stages["gptq"].export != replace(stages["gptq"], calibration=None).export
+
+
+def test_a_training_hides_its_judges_from_the_methods_and_from_fisher(stages: dict[str, Stages]) -> None:
+    ids, shown = stages["trained"].ids, stages["trained"].shown
+    assert ids is not None and shown is not None and 0 < len(shown) < len(ids)
+    assert stages["weighed"].shown is stages["weighed"].ids
+    assert stages["trained"].fisher != stages["weighed"].fisher
+
+
+def test_codes_rest_on_the_version_of_what_weighs_them_and_others_do_not(
+    stages: dict[str, Stages], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = {name: stages[name].calibrate for name in ("gptq", "weighed")}
+    monkeypatch.setitem(STAGE_VERSIONS, "fisher", STAGE_VERSIONS["fisher"] + 1)
+    assert stages["gptq"].calibrate == before["gptq"]
+    assert stages["weighed"].calibrate != before["weighed"]
