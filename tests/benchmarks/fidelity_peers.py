@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from convert.prepare import Prepared, prepare
 from export import gptq
 from export.layout import raise_problems
 from models.checkpoint import Checkpoint, Folder, View
+from models.errors import EnvironmentProblem
 from tests.permuted import write_copy
 from validate.measure import Reference, Settings, measure_reference
 from validate.positioning import PEER, lost, position
@@ -78,11 +80,13 @@ class Peers:
     group_size: int
 
     def rows(self, kinds: tuple[str, ...], run: Callable[[list[str], Path], Any]) -> Iterator[dict[str, Any]]:
-        """A row for each peer that is installed and each type of llama.cpp; kept in ``work``.
+        """A row for each peer that is installed and each type of llama.cpp; kept in ``work``. One that fails is named
+        on the standard error.
 
         Args:
             kinds: of grids that are asked for.
-            run: runs a command in a folder, and returns its cost with ``cpu`` and ``memory``.
+            run: runs a command in a folder, and returns its cost with ``cpu`` and ``memory``; SystemExit
+                where it fails.
         """
         self.work.mkdir(parents=True, exist_ok=True)
         prepared = prepare(load(self.pipeline))
@@ -93,9 +97,15 @@ class Peers:
         found = json.loads(subprocess.check_output([self.python, WORKER, "list"]).splitlines()[-1])
         for name, peer in found.items():
             if peer["kind"] in kinds:
-                yield self._row(name, peer, scored, run)
+                try:
+                    yield self._row(name, peer, scored, run)
+                except SystemExit as error:
+                    print(f"{name}: not measured: {error}", file=sys.stderr)
         for mix in LLAMA_CPP:
-            yield scored.llama_cpp(mix)
+            try:
+                yield scored.llama_cpp(mix)
+            except EnvironmentProblem as error:
+                print(f"{PEER}{mix}: not measured: {'; '.join(error.problems)}", file=sys.stderr)
 
     def _row(
         self, name: str, peer: dict[str, Any], scored: _Scored, run: Callable[[list[str], Path], Any]

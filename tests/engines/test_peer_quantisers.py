@@ -13,8 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from models.checkpoint import Folder
 from models.errors import BadInput
-from tests.benchmarks.fidelity_peers import WORKER, PeerView
+from tests.benchmarks.fidelity import line, run
+from tests.benchmarks.fidelity_peers import WORKER, Peers, PeerView
 from tests.helpers import tiny_checkpoint, tokens
+from tests.runs import project
 
 GROUP = 32
 
@@ -57,3 +59,26 @@ def test_groups_that_are_out_of_place_are_refused(engines_python: Path, tmp_path
     save_file(tensors, file)
     with pytest.raises(BadInput, match=r"model\.layers\.0\.mlp\.up_proj.*g_idx"):
         PeerView(source, view.made.path)
+
+
+def test_every_peer_has_a_row_and_one_that_fails_is_named(
+    engines_python: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calibration = {"dataset": {"path": "text", "data_files": "text.txt"}, "samples": 8, "sequence_length": 64}
+    target = {"format": "gptq", "group_size": GROUP, "method": "gptq", "lm_head": "keep"}
+    yaml = project(tmp_path / "p", targets=[target], calibration=calibration)
+
+    def fails_for_hqq(command: list[str], folder: Path) -> object:
+        return run(["false"] if "HQQ" in command else command, folder)
+
+    peers = Peers(tmp_path / "peers", yaml, engines_python.absolute(), GROUP)
+    rows = {row["methods"].split()[0]: row for row in peers.rows(("symmetric", "float"), fails_for_hqq)}
+    assert set(rows) == {"GPTQModel", "Q4_0", "Q4_K_M"}
+    assert "HQQ: not measured: false: ended with exit code 1" in capsys.readouterr().err
+    assert rows["GPTQModel"]["bits_per_weight"] == 4 + 20 / GROUP and rows["GPTQModel"]["cpu"] > 0
+    assert all(0 < row["kl"] < 1 for row in rows.values())
+    assert "GPTQModel 7" in line(rows["GPTQModel"]) and "Q4_0" in line(rows["Q4_0"])
+    # Kept, so that nothing runs twice.
+    assert [row["methods"] for row in peers.rows(("symmetric",), lambda *_: pytest.fail("ran again"))] == [
+        rows[name]["methods"] for name in ("GPTQModel", "Q4_0", "Q4_K_M")
+    ]
