@@ -110,10 +110,10 @@ class Peers:
     def _row(
         self, name: str, peer: dict[str, Any], scored: _Scored, run: Callable[[list[str], Path], Any]
     ) -> dict[str, Any]:
-        kept = self.work / f"{name}.json"
-        if not kept.is_file():
+        def measure() -> dict[str, Any]:
             source, made = self.work / "source", self.work / name
             if not (source / "config.json").is_file():
+                shutil.rmtree(source, ignore_errors=True)
                 write_copy(scored.prepared.model, source)
             shutil.rmtree(made, ignore_errors=True)
             # Their own number of threads: GPTQModel's pool refuses a single one.
@@ -121,13 +121,21 @@ class Peers:
             command += [str(self.work / "windows.safetensors"), str(self.group_size), str(made)]
             cost = run(command, self.work)
             figures = scored.lost(name, PeerView(scored.prepared.model.checkpoint, made))
-            bits = BITS + peer["group_bits"] / self.group_size
-            row = {"kind": peer["kind"], "methods": f"{name} {peer['version']}", "bits_per_weight": bits, **figures}
-            kept.write_text(json.dumps({**row, "cpu": cost.cpu, "memory": cost.memory}))
             shutil.rmtree(made)
-        row = json.loads(kept.read_text())
-        assert isinstance(row, dict)
-        return row
+            bits = BITS + peer["group_bits"] / self.group_size
+            row = {"kind": peer["kind"], "methods": f"{name} {peer['version']}", "bits_per_weight": bits}
+            return {**row, **figures, "cpu": cost.cpu, "memory": cost.memory}
+
+        return _kept(self.work / f"{name}.json", measure)
+
+
+def _kept(file: Path, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """A row that is measured once."""
+    if not file.is_file():
+        file.write_text(json.dumps(measure()))
+    row = json.loads(file.read_text())
+    assert isinstance(row, dict)
+    return row
 
 
 class _Scored:
@@ -144,14 +152,12 @@ class _Scored:
 
     def llama_cpp(self, mix: str) -> dict[str, Any]:
         """A type of llama.cpp's; its cost is not that of a conversion, and is not given."""
-        kept = self.work / f"{mix}.json"
-        if not kept.is_file():
-            name = PEER + mix
-            row = position(name, self.prepared.model, self.reference, self.settings, self.work, _quiet)
-            kept.write_text(json.dumps({"kind": "llama.cpp", "methods": mix, **row}))
-        row = json.loads(kept.read_text())
-        assert isinstance(row, dict)
-        return row
+
+        def measure() -> dict[str, Any]:
+            row = position(PEER + mix, self.prepared.model, self.reference, self.settings, self.work, _quiet)
+            return {"kind": "llama.cpp", "methods": mix, **row}
+
+        return _kept(self.work / f"{mix}.json", measure)
 
 
 def _quiet(what: str, done: int, total: int) -> None:

@@ -14,7 +14,7 @@ import importlib.metadata
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,10 +69,7 @@ def llm_compressor(source: Path, ids: torch.Tensor, group_size: int, output: Pat
         max_seq_length=ids.shape[1],
         num_calibration_samples=len(ids),
     )
-    plain = {name: value.contiguous() for name, value in model.state_dict().items() if name.endswith(".weight")}
-    if model.config.tie_word_embeddings:
-        del plain["lm_head.weight"]
-    _save(plain, output)
+    _save(model.state_dict(), source, output)
 
 
 def auto_round(source: Path, ids: torch.Tensor, group_size: int, output: Path) -> None:
@@ -108,7 +105,7 @@ def hqq(source: Path, ids: torch.Tensor, group_size: int, output: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
-    plain = {name: value.contiguous() for name, value in model.state_dict().items()}
+    plain = dict(model.state_dict())
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and name != "lm_head":
             codes, scales, zeros, _ = _choose_qparams_and_quantize_affine_hqq(
@@ -116,15 +113,15 @@ def hqq(source: Path, ids: torch.Tensor, group_size: int, output: Path) -> None:
             )
             groups = codes.float().view(-1, group_size)
             values = (groups - zeros.float().view(-1, 1)) * scales.float().view(-1, 1)
-            plain[f"{name}.weight"] = values.view(module.weight.shape).contiguous()
-    if model.config.tie_word_embeddings:
-        del plain["lm_head.weight"]
-    _save(plain, output)
+            plain[f"{name}.weight"] = values.view(module.weight.shape)
+    _save(plain, source, output)
 
 
-def _save(tensors: dict[str, torch.Tensor], output: Path) -> None:
+def _save(tensors: Mapping[str, torch.Tensor], source: Path, output: Path) -> None:
+    """Writes those tensors that the source has, biases too, without what a peer keeps beside them."""
+    names = {name for file in source.glob("*.safetensors") for name in load_file(file)}
     output.mkdir(parents=True)
-    save_file(tensors, output / "model.safetensors")
+    save_file({name: tensors[name].contiguous() for name in sorted(names)}, output / "model.safetensors")
     (output / "config.json").write_text("{}")
 
 
