@@ -266,9 +266,9 @@ def _origin(artifact: AnyArtifact) -> list[tuple[str, str]]:
     if calibration is not None:
         files = ", ".join(Path(file).name for file in calibration["dataset"].get("data_files") or ())
         text = files or calibration["dataset"]["path"]
-        rows.append(
-            ("calibration", f"{calibration['samples']} windows of {calibration['sequence_length']} of {_text(text)}")
-        )
+        drawn = f"{calibration['samples']} windows of {calibration['sequence_length']} of {_text(text)}"
+        own = calibration.get("generated", 0)
+        rows.append(("calibration", f"{drawn}, and {own} that the source wrote itself" if own else drawn))
     rows += [(name, version) for name, version in ledger.versions.items() if version != "not installed"]
     return rows
 

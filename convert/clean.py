@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,15 +71,17 @@ def _used(pipeline: Pipeline, store: Store, show: Reporter) -> list[Path]:
     job = Job(prepared, source_of(prepared), store, False, show)
     found: list[Path] = []
     for plan in prepared.plans:
-        stages = Stages(job, plan, texts.calibration)
+        stages = Stages(job, plan, texts)
         if stages.sensitivity is not None:
+            if stages.generated is not None:
+                found.append(store.path("generated", stages.generated))
             found.append(store.path("sensitivity", stages.sensitivity))
             # What stays unquantised, and so the rest, is known when that is done.
             if not (found[-1] / PARTS).is_file():
                 continue
             chosen = with_precision(stages, show)
             assert chosen is not None
-            stages = Stages(job, chosen.plan, texts.calibration)
+            stages = replace(stages, plan=chosen.plan)
         found += [store.path(name, content) for name, content in stages.named().items()]
     return found if texts.settings is None else found + _measured(job, prepared.plans, texts.settings)
 

@@ -10,6 +10,7 @@ import psutil
 
 from calibrate.composition import rewrites_of
 from calibrate.fisher import SPAN
+from calibrate.generated import batch_sizes
 from convert.prepare import Prepared
 from export.plan import Plan, TargetPlan
 from models.errors import EnvironmentProblem
@@ -90,7 +91,8 @@ def estimate(prepared: Prepared) -> Estimate:
         calibration += embedding * 3 + max(TRAINED_BYTES * _groups(plan) for plan in trained)
     model_bytes = sum(info.elements for info in checkpoint.tensors.values()) * prepared.dtype.itemsize
     validation = max(reference * 2 + largest_layer + embedding * 3, model_bytes) if prepared.pipeline.validation else 0
-    writing = [shard * 2, *(plan.writing_bytes(hidden_once) for plan in prepared.plans)]
+    own = _generating_bytes(prepared, model_bytes)
+    writing = [own, shard * 2, *(plan.writing_bytes(hidden_once) for plan in prepared.plans)]
     return Estimate(targets, BASE_MEMORY + max(calibration, validation, *writing), output, work)
 
 
@@ -164,7 +166,19 @@ def _tokens(prepared: Prepared, validation: bool) -> int:
     config = prepared.pipeline
     if validation:
         return config.validation.tokens if config.validation else 0
-    return config.calibration.samples * config.calibration.sequence_length if config.calibration else 0
+    text = config.calibration
+    return (text.samples + text.generated) * text.sequence_length if text else 0
+
+
+def _generating_bytes(prepared: Prepared, model_bytes: int) -> int:
+    """Of the model while it writes text of its own, and of a batch's keys and values."""
+    text, sizes = prepared.pipeline.calibration, prepared.model.dimensions
+    if text is None or not text.generated or not any(plan.uses_text for plan in prepared.plans):
+        return 0
+    tokens = batch_sizes(text.generated, text.sequence_length)[0] * text.sequence_length
+    # `generate` lays a layer's cache anew for every token, so that one layer's is there twice.
+    cache = 2 * tokens * sizes.kv_heads * sizes.head_dim * prepared.dtype.itemsize * (sizes.layers + 1)
+    return model_bytes + cache
 
 
 def _read_bytes(prepared: Prepared) -> int:

@@ -36,14 +36,16 @@ class Chosen:
 
 def with_precision(stages: Stages, progress: Progress) -> Chosen | None:
     """Spends a target's budget; None where it has none, or no text to spend it by."""
-    plan, content, windows, model = stages.plan, stages.sensitivity, stages.ids, stages.job.prepared.model
-    if content is None or windows is None:
+    plan, content, model = stages.plan, stages.sensitivity, stages.job.prepared.model
+    if content is None:
         return None
     assert isinstance(plan, TargetPlan) and plan.spec.budget is not None
     budget, recipe, view = plan.spec.budget, sensitivity_recipe(plan.recipe), plan.rewritten(model)
     folder = stages.job.store.stage("sensitivity", content)
     file = folder / PARTS
     if not file.is_file():
+        windows = stages.ids
+        assert windows is not None
         results = Results(folder / "layers")
         quantize(view.checkpoint, model.linears, recipe, windows, results, progress)
         parts = sensitivities(view, plan, results, windows, progress)

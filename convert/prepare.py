@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from calibrate.generated import Generation, first_tokens
 from calibrate.overlap import overlap
 from calibrate.rewrites import rewritten
 from calibrate.text import (
@@ -46,10 +47,11 @@ OVERLAP = 0.01
 
 @dataclass(frozen=True)
 class Texts:
-    """What the texts of a pipeline came to: ``calibration`` and ``settings`` as `Prepared` gives them, and ``warnings``
-    about the two together."""
+    """What the texts of a pipeline came to: ``calibration``, ``generation`` and ``settings`` as `Prepared` gives them,
+    and ``warnings`` about calibration and validation together."""
 
     calibration: Windows | None
+    generation: Generation | None
     settings: Settings | None
     warnings: tuple[str, ...] = ()
 
@@ -85,41 +87,54 @@ class Prepared:
         return read_text(dataset, self.pipeline.folder, self.pipeline.work_folder / "datasets")
 
     def texts(self) -> Texts:
-        """Both texts.
+        """All texts.
 
         Raises:
-            BadInput: with the problems of both together, and, where validation is strict, when one is part of the
+            BadInput: with the problems of all together, and, where validation is strict, when one is part of the
                 other.
         """
         results: list[Any] = []
         problems: list[str] = []
-        for cut in (self.calibration, self.settings):
+        for cut in (self.calibration, self.generation, self.settings):
             try:
                 results.append(cut())
             except BadInput as error:
                 problems += error.problems
         if problems:
-            # A missing tokenizer, say, is a problem of both.
+            # A missing tokenizer, say, is a problem of all.
             raise BadInput(dict.fromkeys(problems))
-        calibration, settings = results
+        calibration, generation, settings = results
         warnings = _overlap_warnings(calibration, settings)
         if warnings and self.pipeline.validation and self.pipeline.validation.strict:
             raise BadInput(f"{warning} (validation: strict: true)" for warning in warnings)
-        return Texts(calibration, settings, warnings)
+        return Texts(calibration, generation, settings, warnings)
 
     def calibration(self) -> Windows | None:
         """The calibration windows, when there is a text and a method gains from it; each begins as those of the
         validation do."""
-        config, validation = self.pipeline.calibration, self.pipeline.validation
+        config = self.pipeline.calibration
         if config is None or not any(plan.uses_text for plan in self.plans):
             return None
         text = self._text(config.dataset)
-        leading = leading_tokens(self.tokenizer, "auto" if validation is None else validation.bos)
         windows = calibration_windows(
-            self.tokenizer, text, config.samples, config.sequence_length, config.seed, leading
+            self.tokenizer, text, config.samples, config.sequence_length, config.seed, self._leading()
         )
         check_vocabulary(self.tokenizer, windows.ids, self.model.vocabulary, self.model.checkpoint.name)
         return windows
+
+    def generation(self) -> Generation | None:
+        """The windows that the model is to write itself, where there are calibration windows and the section asks for
+        others."""
+        config = self.pipeline.calibration
+        if config is None or not config.generated or not any(plan.uses_text for plan in self.plans):
+            return None
+        leading, length = self._leading().ids, config.sequence_length
+        first = leading or first_tokens(self.tokenizer)
+        return Generation(config.generated, length, first, bool(leading), config.seed, self.pipeline.model.dtype)
+
+    def _leading(self) -> Leading:
+        validation = self.pipeline.validation
+        return leading_tokens(self.tokenizer, "auto" if validation is None else validation.bos)
 
     def settings(self) -> Settings | None:
         """How artifacts are measured; None without a ``validation`` section."""

@@ -10,16 +10,19 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from calibrate.fisher import Fisher, Progress, measure
+from calibrate.generated import generate
 from calibrate.quantize import quantize
 from calibrate.results import Results
-from calibrate.text import Windows
+from calibrate.text import digest_of
 from calibrate.tune import tune
 from convert.config import Pipeline
 from convert.estimate import check_room, estimate
 from convert.judge import Job, check_named_run, judge, read_past, subject_of
 from convert.precision import with_precision
-from convert.prepare import Prepared, prepare
+from convert.prepare import Prepared, Texts, prepare
 from convert.stages import Stages
 from convert.store import LOCK, Store, locked
 from convert.terminal import Reporter
@@ -71,7 +74,7 @@ def run(pipeline: Pipeline, only: tuple[str, ...], force: bool, show: Reporter, 
         for line in (*prepared.reasons.values(), *texts.warnings):
             show.say(line)
         job = Job(prepared, source, store, force, show)
-        artifacts = [_build(job, plan, texts.calibration) for plan in prepared.plans]
+        artifacts = [_build(job, plan, texts) for plan in prepared.plans]
         if texts.settings is None:
             show.say("no validation section: nothing was measured")
             return {}
@@ -141,11 +144,10 @@ def _replace_changed(file: Path, content: bytes) -> None:
         replace_file(file, content)
 
 
-def _build(job: Job, plan: Plan, calibration: Windows | None) -> AnyArtifact:
+def _build(job: Job, plan: Plan, texts: Texts) -> AnyArtifact:
     """Calibrates and writes one target, or takes the artifact that is already there; checks its bytes either way."""
     prepared, pipeline, store, show = job.prepared, job.prepared.pipeline, job.store, job.show
-    stages = Stages(job, plan, calibration)
-    windows, ids = stages.windows, stages.ids
+    stages = Stages(job, plan, texts)
     name, key = plan.spec.name, stages.export
     folder = pipeline.output_folder / name
     recover_folder(folder)
@@ -160,10 +162,12 @@ def _build(job: Job, plan: Plan, calibration: Windows | None) -> AnyArtifact:
     def progress(what: str, done: int, total: int) -> None:
         show(f"{name}: {what}", done, total)
 
+    stages = dataclasses.replace(stages, own=_own_windows(stages, progress))
     chosen = with_precision(stages, progress)
     if chosen is not None:
         plan, bits, precision = chosen.plan, (chosen.note,), chosen.table
-        stages = Stages(job, plan, calibration)
+        stages = dataclasses.replace(stages, plan=plan)
+    ids = stages.ids
     results = Results(store.stage("calibrate", stages.calibrate))
     # What is quantised may be the same function in other weights.
     view = plan.rewritten(model)
@@ -181,7 +185,7 @@ def _build(job: Job, plan: Plan, calibration: Windows | None) -> AnyArtifact:
         skipped_files=model.checkpoint.skipped_files(),
         source_config=model.checkpoint.config,
         dtype=pipeline.model.dtype,
-        calibration=_calibration_record(pipeline, folder, windows),
+        calibration=_calibration_record(stages, folder),
         device=prepared.device,
         precision=precision,
     )
@@ -196,6 +200,15 @@ def _build(job: Job, plan: Plan, calibration: Windows | None) -> AnyArtifact:
     artifact.check()
     show.say(f"{name}: written to {os.path.relpath(folder)}")
     return artifact
+
+
+def _own_windows(stages: Stages, progress: Progress) -> torch.Tensor | None:
+    """What the model writes to be calibrated on, once for all targets."""
+    wanted, content = stages.texts.generation, stages.generated
+    if wanted is None or content is None:
+        return None
+    checkpoint, folder = stages.job.prepared.model.checkpoint, stages.job.store.stage("generated", content)
+    return generate(checkpoint, wanted, folder, lambda done, total: progress("own text", done, total))
 
 
 def _fisher(stages: Stages, weights: Checkpoint, progress: Progress) -> Fisher | None:
@@ -233,9 +246,11 @@ def _notes(prepared: Prepared, plan: Plan) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _calibration_record(pipeline: Pipeline, folder: Path, windows: Windows | None) -> dict[str, Any] | None:
+def _calibration_record(stages: Stages, folder: Path) -> dict[str, Any] | None:
+    pipeline, windows = stages.job.prepared.pipeline, stages.windows
     config = pipeline.calibration
     if config is None or windows is None:
         return None
     record = config.model_dump(mode="json") | {"dataset": pipeline.portable(config.dataset, folder)}
-    return record | {"text_sha256": windows.text_sha256, "windows_sha256": windows.digest(), "bos": windows.bos}
+    record |= {"text_sha256": windows.text_sha256, "windows_sha256": windows.digest(), "bos": windows.bos}
+    return record if stages.own is None else record | {"generated_sha256": digest_of(stages.own)}

@@ -85,10 +85,12 @@ class Dataset(Section):
 
 
 class Calibration(Section):
-    """The text that methods see: `samples` windows of `sequence_length` tokens, drawn with `seed`."""
+    """The text that methods see: `samples` windows of `sequence_length` tokens, drawn with `seed`, and `generated`
+    windows besides that the model writes itself."""
 
     dataset: Dataset
     samples: Count = 64
+    generated: Annotated[int, Field(ge=0)] = 0
     sequence_length: WindowLength = 512
     seed: Annotated[int, Field(ge=0)] = 0
 

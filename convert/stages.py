@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from calibrate.quantize import Recipe
 from calibrate.text import Windows, digest_of
 from calibrate.tune import seen
 from convert.judge import Job
+from convert.prepare import Texts
 from convert.store import STAGE_VERSIONS
 from export.phone.plan import PhonePlan
 from export.plan import Plan, TargetPlan
@@ -30,27 +31,48 @@ class Stages:
     Attributes:
         job: what the run's targets share.
         plan: the target's; where a budget keeps linears, another one after it was spent.
-        calibration: the run's calibration text, whether the target's methods look at it or not.
+        texts: the run's, whether the target's methods look at the calibration text or not.
+        own: int64 [count, tokens], the windows of the stage `generated`; None as long as the model has not written
+            them. No key rests on more than what they are made from.
     """
 
     job: Job
     plan: Plan
-    calibration: Windows | None
+    texts: Texts
+    own: torch.Tensor | None = None
 
     @property
     def windows(self) -> Windows | None:
         """The calibration text, where the target's methods look at it."""
-        return self.calibration if self.plan.uses_text else None
+        return self.texts.calibration if self.plan.uses_text else None
 
     @property
     def ids(self) -> torch.Tensor | None:
-        """Its token ids [count, tokens]."""
-        return None if self.windows is None else self.windows.ids
+        """The token ids [count, tokens] that the methods work with: of the text, then the model's own."""
+        if self.windows is None or self.generated is None:
+            return None if self.windows is None else self.windows.ids
+        if self.own is None:
+            raise ValueError("the model's own windows are not there yet")
+        return torch.cat([self.windows.ids, self.own])
 
     @property
     def shown(self) -> torch.Tensor | None:
         """Those without the ones that judge a training."""
-        return seen(self.ids) if self.plan.recipe.trains and self.ids is not None else self.ids
+        return self._shown(self.ids)
+
+    def _shown(self, ids: torch.Tensor | None) -> torch.Tensor | None:
+        return seen(ids) if self.plan.recipe.trains and ids is not None else ids
+
+    @property
+    def generated(self) -> Content | None:
+        """What the model writes itself, the same for all targets."""
+        if self.windows is None or self.texts.generation is None:
+            return None
+        return {"source": self.job.source["files"], **asdict(self.texts.generation)}
+
+    def _resting(self, content: dict[str, Any]) -> Content:
+        """A stage's content, with the model's own windows where there are any."""
+        return content if self.generated is None else content | {"generated": self.generated}
 
     @property
     def sensitivity(self) -> Content | None:
@@ -66,14 +88,16 @@ class Stages:
     @property
     def fisher(self) -> Content | None:
         """The Fisher information on the windows that the methods are shown, for all targets with the same weights."""
-        if not self.plan.recipe.weighs or self.shown is None:
+        shown = None if self.windows is None else self._shown(self.windows.ids)
+        if not self.plan.recipe.weighs or shown is None:
             return None
-        return {
+        content = {
             "source": self.job.source["files"],
             "rewrites": rewrites_of(self.plan.recipe.method),
             "dtype": str(self.plan.recipe.dtype),
-            "windows": digest_of(self.shown),
+            "windows": digest_of(shown),
         }
+        return self._resting(content)
 
     @property
     def calibrate(self) -> Content:
@@ -84,7 +108,8 @@ class Stages:
             "windows": None if self.windows is None else self.windows.digest(),
         }
         # What it measures follows from the rest; how it is measured does not.
-        return content | {"fisher": STAGE_VERSIONS["fisher"]} if self.plan.recipe.weighs else content
+        weighed = {"fisher": STAGE_VERSIONS["fisher"]} if self.plan.recipe.weighs else {}
+        return self._resting(content | weighed)
 
     @property
     def observe(self) -> Content | None:
@@ -102,7 +127,7 @@ class Stages:
 
     def named(self) -> dict[str, Content]:
         """The stages of the work folder that this target has, by their names there."""
-        every = {name: getattr(self, name) for name in ("sensitivity", "fisher", "calibrate", "observe")}
+        every = {name: getattr(self, name) for name in ("generated", "sensitivity", "fisher", "calibrate", "observe")}
         return {name: content for name, content in every.items() if content is not None}
 
 

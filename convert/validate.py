@@ -92,7 +92,7 @@ def validate_pipeline(pipeline: Pipeline, only: tuple[str, ...], show: Reporter)
         artifacts = _written(job)
         warnings = [*texts.warnings]
         for artifact, plan in zip(artifacts, prepared.plans, strict=True):
-            if artifact.ledger.target.get("key") != Stages(job, plan, texts.calibration).export:
+            if artifact.ledger.target.get("key") != Stages(job, plan, texts).export:
                 warnings.append(f"{plan.spec.name}: the pipeline or its source has changed since this was written")
         return judge(job, artifacts, texts.settings, past, began, warnings, again=True)
 

