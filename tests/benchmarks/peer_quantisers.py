@@ -5,7 +5,8 @@
 
 SOURCE is a Hugging Face folder, WINDOWS a safetensors file with ``ids`` int64 [windows, tokens]. OUTPUT becomes a
 checkpoint: with packed weights in the GPTQ layout where the peer writes that, else with the rounded weights as floats.
-Imports nothing of the project: `tests/benchmarks/fidelity_peers.py` starts it.
+Peers compute in bf16 where the processor has products of it, else in fp32: torch's own loops for bf16 are several
+times slower than that. Imports nothing of the project: `tests/benchmarks/fidelity_peers.py` starts it.
 """
 
 from __future__ import annotations
@@ -39,13 +40,19 @@ class Peer:
     quantise: Callable[[Path, torch.Tensor, int, Path], None]
 
 
+def dtype() -> torch.dtype:
+    """What the peers compute in."""
+    return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+
+
 def gptqmodel(source: Path, ids: torch.Tensor, group_size: int, output: Path) -> None:
     # Its pool of threads refuses to start on fewer than three processors.
     processors = max(3, os.cpu_count() or 1)
     os.cpu_count = lambda: processors
     from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
 
-    model = GPTQModel.load(str(source), QuantizeConfig(bits=4, group_size=group_size, sym=True), device="cpu")
+    settings = QuantizeConfig(bits=4, group_size=group_size, sym=True)
+    model = GPTQModel.load(str(source), settings, device="cpu", dtype=dtype())
     samples = [{"input_ids": row[None], "attention_mask": torch.ones_like(row[None])} for row in ids]
     model.quantize(samples, batch_size=8, backend=BACKEND.GPTQ_TORCH)
     model.save(str(output))
@@ -58,7 +65,7 @@ def llm_compressor(source: Path, ids: torch.Tensor, group_size: int, output: Pat
     from llmcompressor.modifiers.gptq import GPTQModifier
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype())
     weights = QuantizationArgs(num_bits=4, strategy="group", group_size=group_size, symmetric=True, actorder="static")
     scheme = QuantizationScheme(targets=["Linear"], weights=weights)
     data = Dataset.from_dict({"input_ids": ids.tolist(), "attention_mask": torch.ones_like(ids).tolist()})
@@ -76,7 +83,7 @@ def auto_round(source: Path, ids: torch.Tensor, group_size: int, output: Path) -
     from auto_round import AutoRound
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype())
     batches = torch.utils.data.DataLoader([{"input_ids": row} for row in ids], batch_size=8)
     rounder = AutoRound(
         model,
@@ -89,6 +96,7 @@ def auto_round(source: Path, ids: torch.Tensor, group_size: int, output: Path) -
         seqlen=ids.shape[1],
         batch_size=8,
         dataset=batches,
+        amp=dtype() != torch.float32,
         device_map="cpu",
         enable_torch_compile=False,
     )
@@ -104,7 +112,7 @@ def hqq(source: Path, ids: torch.Tensor, group_size: int, output: Path) -> None:
     from torchao.quantization.quant_primitives import _choose_qparams_and_quantize_affine_hqq
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype())
     plain = dict(model.state_dict())
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and name != "lm_head":
