@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
+from calibrate.grid import check_finite
 from calibrate.results import save_tensors
 from models.checkpoint import Checkpoint
 from models.errors import BadInput
@@ -83,6 +84,9 @@ def generate(
 
     Returns:
         int64 [count, length].
+
+    Raises:
+        BadInput: where the logits are not finite, naming the weight that is not.
     """
     folder.mkdir(parents=True, exist_ok=True)
     model = None
@@ -114,6 +118,13 @@ def _sample(
         watch(ids.shape[1])
         return torch.zeros(len(ids), dtype=torch.bool)
 
+    def checked(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        if not torch.isfinite(logits).all():
+            for name, parameter in model.named_parameters():
+                check_finite(name, parameter)
+            raise BadInput(f"calibration: generated: logits that are not finite in {wanted.dtype}, of finite weights")
+        return logits
+
     # Every setting that shapes the distribution, whatever the checkpoint prefers for its chats.
     settings = GenerationConfig(
         do_sample=True,
@@ -131,6 +142,7 @@ def _sample(
             prompts,
             generation_config=settings,
             attention_mask=torch.ones_like(prompts),
+            logits_processor=LogitsProcessorList([checked]),
             stopping_criteria=StoppingCriteriaList([told]),
         )
     return ids[:, -wanted.length :].contiguous()

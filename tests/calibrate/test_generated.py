@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from calibrate import generated
 from calibrate.generated import Generation, batch_sizes, first_tokens, generate
@@ -73,6 +74,16 @@ def test_batches_that_are_there_are_not_written_again(
     assert torch.equal(generate(checkpoint, WANTED, tmp_path), whole)
     assert {file: file.stat().st_mtime_ns for file in stay} == stay
     assert len({tuple(window) for window in whole.tolist()}) == len(whole)
+
+
+def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path / "broken", "llama", num_hidden_layers=2)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = torch.nan
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(BadInput, match=r"model.layers.1.mlp.up_proj.weight: expected finite .* nan at \[3, 5\]"):
+        generate(Folder(folder), WANTED, tmp_path / "own")
+    assert not list((tmp_path / "own").iterdir())
 
 
 def test_a_batch_holds_whole_windows_and_all_of_them() -> None:
