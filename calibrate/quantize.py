@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from calibrate.composition import compares, needs, trains, weighs
+from calibrate.finished import Finished
 from calibrate.fisher import Fisher, LayerFisher
 from calibrate.grid import Grid, check_finite
 from calibrate.head import Part, parts
@@ -141,16 +142,27 @@ class _Stream:
         seen: Moments,
         reference: Mapping[str, list[torch.Tensor]],
         tokens: torch.Tensor | None,
+        finished: Finished,
+        kept: list[torch.Tensor] | None,
     ) -> Inputs:
         """What a linear of the layer, with its weights as they are now, reads, beside what it and the norm before it
-        read in the source; ``tokens`` is what each token counts."""
+        read in the source.
+
+        Args:
+            tokens: what each counts.
+            finished: parts of the layer that are not run again.
+            kept: gets the inputs of every batch.
+        """
         counts = (
             None if tokens is None else tokens.split([hidden.shape[:2].numel() for hidden in self.hidden.quantized])
         )
         norm = _norm_before(self.replay.family, name) if reference else None
         modules = [layer.get_submodule(each) for each in (norm, name) if each is not None]
         for i, hidden in enumerate(self.hidden.quantized):
-            *before, x = first_inputs(modules, partial(self.replay.run, layer, index, hidden))
+            with finished.standing_in(i):
+                *before, x = first_inputs(modules, partial(self.replay.run, layer, index, hidden))
+            if kept is not None:
+                kept.append(x)
             seen.add(
                 x,
                 reference[name][i] if reference else None,
@@ -159,9 +171,13 @@ class _Stream:
             )
         return seen.inputs()
 
-    def advance(self, layer: nn.Module, index: int) -> None:
+    def advance(self, layer: nn.Module, index: int, finished: Finished) -> None:
         """Takes the hidden states through the quantised layer."""
-        self.hidden.quantized = [self.replay.run(layer, index, hidden) for hidden in self.hidden.quantized]
+        outputs = []
+        for i, hidden in enumerate(self.hidden.quantized):
+            with finished.standing_in(i):
+                outputs.append(self.replay.run(layer, index, hidden))
+        self.hidden.quantized = outputs
 
     def advance_reference(self, layer: nn.Module, index: int, names: Sequence[str]) -> dict[str, list[torch.Tensor]]:
         """Takes the reference's hidden states through the source's layer; what its linears read on the way."""
@@ -241,11 +257,15 @@ def _layer(run: _Run, index: int, linears: list[Linear]) -> None:
             # While the layer's weights are still the source's.
             norms = [norm for name in together if (norm := _norm_before(replay.family, name)) is not None]
             reference = stream.advance_reference(layer, index, [*together, *norms])
-        for first, group in together.items():
+        finished, names = Finished(layer), list(together)
+        for number, (first, group) in enumerate(together.items()):
             inputs, factors = None, None
+            ends = len({linear.module for linear in group}) == 1 and Finished.ends_part(first, names[number + 1 :])
+            # Smoothing would change what came before, and with it what a finished part gives.
+            kept: list[torch.Tensor] | None = [] if ends and run.smoother is None else None
             if stream is not None:
                 tokens = None if loss is None else loss.counts([linear.name for linear in group])
-                inputs = stream.inputs(layer, index, first, run.moments(), reference, tokens)
+                inputs = stream.inputs(layer, index, first, run.moments(), reference, tokens, finished, kept)
                 reference.pop(first, None)
             if run.smoother is not None and inputs is not None:
                 factors = run.smoother.smooth(layer, prefix, group, run.grids[group[0].name], inputs, found)
@@ -260,8 +280,10 @@ def _layer(run: _Run, index: int, linears: list[Linear]) -> None:
             run.choose(weights, inputs, found, loss)
             for name, weight in rows.items():
                 weight.copy_(found.linears[name].dequantize(run.recipe.dtype))
+            if stream is not None and kept:
+                finished.keep(first, kept, partial(replay.run, layer, index, stream.hidden.quantized[0]))
         if stream is not None:
-            stream.advance(layer, index)
+            stream.advance(layer, index, finished)
         run.results.save(index, found, None if stream is None else stream.hidden)
 
 
