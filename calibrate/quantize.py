@@ -259,14 +259,15 @@ def _layer(run: _Run, index: int, linears: list[Linear]) -> None:
             reference = stream.advance_reference(layer, index, [*together, *norms])
         finished, names = Finished(layer), list(together)
         for number, (first, group) in enumerate(together.items()):
-            inputs, factors = None, None
-            ends = len({linear.module for linear in group}) == 1 and Finished.ends_part(first, names[number + 1 :])
+            inputs, factors, later = None, None, names[number + 1 :]
+            ends = len({linear.module for linear in group}) == 1 and Finished.ends_part(first, later)
             # Smoothing would change what came before, and with it what a finished part gives.
             kept: list[torch.Tensor] | None = [] if ends and run.smoother is None else None
             if stream is not None:
                 tokens = None if loss is None else loss.counts([linear.name for linear in group])
                 inputs = stream.inputs(layer, index, first, run.moments(), reference, tokens, finished, kept)
-                reference.pop(first, None)
+                needed = {*later, *(_norm_before(replay.family, name) for name in later)}
+                reference = {name: read for name, read in reference.items() if name in needed}
             if run.smoother is not None and inputs is not None:
                 factors = run.smoother.smooth(layer, prefix, group, run.grids[group[0].name], inputs, found)
                 inputs = inputs if factors is None else inputs.scaled(factors)

@@ -74,9 +74,14 @@ def estimate(prepared: Prepared) -> Estimate:
     embedding = checkpoint.tensors[f"{prepared.model.family.embedding}.weight"].elements * _itemsize(prepared)
     shard = min(prepared.pipeline.output.shard_bytes, max((t.file_bytes for t in targets), default=0))
     calibration = largest_layer * 3 + embedding + max(1, streams) * hidden_once * 2
+    read = _read_columns(prepared)
+    width = _tokens(prepared, validation=False) * prepared.dtype.itemsize
+    if streams:
+        # What the last linear of a finished part reads, and what the parts before it gave.
+        calibration += max((max(columns) for columns in read), default=0) * width + hidden_once
     if any(plan.recipe.compares for plan in prepared.plans):
         # And the residual stream of the source where each of a layer's halves adds to it.
-        calibration += _read_bytes(prepared) + 2 * hidden_once
+        calibration += max((sum(columns) for columns in read), default=0) * width + 2 * hidden_once
     weighing = [plan for plan in prepared.plans if plan.recipe.weighs]
     if weighing:
         # Each layer's inputs on the way, and the products of the gradients of every layer that quantises other weights.
@@ -181,8 +186,8 @@ def _generating_bytes(prepared: Prepared, model_bytes: int) -> int:
     return model_bytes + cache
 
 
-def _read_bytes(prepared: Prepared) -> int:
-    """Of what the linears of a layer read, which a method that compares keeps of the source's layer."""
+def _read_columns(prepared: Prepared) -> list[list[int]]:
+    """The input channels of each layer's linears, once of those that read the same input."""
     family = prepared.model.family
     layers: dict[int, dict[str, int]] = {}
     for linear in prepared.model.linears:
@@ -190,8 +195,7 @@ def _read_bytes(prepared: Prepared) -> int:
             name = linear.name.removeprefix(f"{family.layers}.{linear.layer}.")
             shard = next((shard[0] for shard in family.shards if name in shard), name)
             layers.setdefault(linear.layer, {})[shard] = linear.columns
-    widest = max((sum(columns.values()) for columns in layers.values()), default=0)
-    return _tokens(prepared, validation=False) * widest * prepared.dtype.itemsize
+    return [list(columns.values()) for columns in layers.values()]
 
 
 def _output_bytes(prepared: Prepared) -> list[int]:
