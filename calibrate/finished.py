@@ -64,7 +64,8 @@ class Finished:
         """
         child, linear = _child(module), self._layer.get_submodule(module)
         outputs = [linear(inputs.pop(0))]
-        given = _given(self._layer.get_submodule(child), first)
+        with self.standing_in(0):
+            given = _given(self._layer.get_submodule(child), first)
         whole = given if isinstance(given, tuple) else (given,)
         tensors = [place for place, value in enumerate(whole) if value is not None]
         if len(tensors) != 1 or not isinstance(value := whole[tensors[0]], torch.Tensor):
