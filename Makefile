@@ -55,6 +55,7 @@ bench: $(VENV)/installed-test
 	$(BIN)/python tests/benchmarks/wide.py
 	$(BIN)/python tests/benchmarks/scorer.py
 	$(BIN)/python tests/benchmarks/methods.py
+	$(BIN)/python tests/benchmarks/layers.py
 	$(BIN)/python tests/benchmarks/validation.py
 
 clean:
