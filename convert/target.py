@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
@@ -31,10 +31,8 @@ HeadPolicy = Literal["quantize", "keep"]
 QUALITY: Mapping[str, tuple[str, ...]] = {
     "fast": ("gptq",),
     "balanced": ("gptq", "refine"),
-    "best": ("gptq", "refine", "tune"),
+    "best": ("fisher", "gptq", "refine"),
 }
-# Where the format's usual grid has float zeros, training finds next to nothing and the loss's own weights do.
-FLOAT_ZERO_QUALITY: Mapping[str, tuple[str, ...]] = {**QUALITY, "best": ("fisher", "gptq", "refine")}
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,6 @@ class FormatRules:
         group_sizes: the group sizes its engines run; -1 is one group a row.
         group_size, symmetric, lm_head: defaults.
         zero: default of an asymmetric grid.
-        quality: the methods that each `quality` stands for.
     """
 
     group_sizes: tuple[int, ...]
@@ -53,14 +50,13 @@ class FormatRules:
     symmetric: bool
     zero: ZeroKind
     lm_head: HeadPolicy
-    quality: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: QUALITY)
 
 
 FORMATS: Mapping[str, FormatRules] = {
     # The AMX path wants a quantised head: an unquantised one costs more than the 4-bit layers save.
     "gptq": FormatRules((32, 64, 128, -1), 128, True, "none", "quantize"),
     "awq": FormatRules((32, 64, 128, -1), 64, False, "integer", "keep"),
-    "tinygemm": FormatRules((32, 64, 128, 256), 64, False, "float", "keep", FLOAT_ZERO_QUALITY),
+    "tinygemm": FormatRules((32, 64, 128, 256), 64, False, "float", "keep"),
     # Fixed: int8 weights with one scale an output channel, head included.
     "phone": FormatRules((-1,), -1, True, "none", "quantize"),
 }
@@ -94,9 +90,7 @@ class Target(PhoneKeys):
     zero: ZeroKind = Field(default_factory=lambda data: "none" if data["symmetric"] else _rules(data["format"]).zero)
     quality: Literal["fast", "balanced", "best"] | None = None
     method: Annotated[list[str], Field(min_length=1), BeforeValidator(list_of_one)] = Field(
-        default_factory=lambda data: (
-            list(_rules(data["format"]).quality[data["quality"]]) if data.get("quality") else ["search"]
-        )
+        default_factory=lambda data: list(QUALITY[data["quality"]]) if data.get("quality") else ["search"]
     )
     bits_per_weight: Annotated[float, Field(gt=4, lt=16)] | None = None
     lm_head: HeadPolicy = Field(default_factory=lambda data: _rules(data["format"]).lm_head)
@@ -174,7 +168,7 @@ class Target(PhoneKeys):
     def _methods_known(cls, method: list[str], info: ValidationInfo) -> list[str]:
         quality = info.data.get("quality")
         if quality is not None:
-            methods = ", ".join(_rules(info.data.get("format", "auto")).quality[quality])
+            methods = ", ".join(QUALITY[quality])
             raise broken_rule(f"`quality: {quality}` stands for [{methods}] already: leave one of the two keys out")
         known = PHONE_METHODS if info.data.get("format") == "phone" else tuple(METHODS)
         for name in method:
