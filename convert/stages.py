@@ -58,10 +58,10 @@ class Stages:
     @property
     def shown(self) -> torch.Tensor | None:
         """Those without the ones that judge a training."""
-        return self._shown(self.ids)
+        return None if self.ids is None else self._shown(self.ids)
 
-    def _shown(self, ids: torch.Tensor | None) -> torch.Tensor | None:
-        return seen(ids) if self.plan.recipe.trains and ids is not None else ids
+    def _shown(self, ids: torch.Tensor) -> torch.Tensor:
+        return seen(ids) if self.plan.recipe.trains else ids
 
     @property
     def generated(self) -> Content | None:
@@ -88,16 +88,16 @@ class Stages:
     @property
     def fisher(self) -> Content | None:
         """The Fisher information on the windows that the methods are shown, for all targets with the same weights."""
-        shown = None if self.windows is None else self._shown(self.windows.ids)
-        if not self.plan.recipe.weighs or shown is None:
+        if not self.plan.recipe.weighs or self.windows is None:
             return None
         content = {
             "source": self.job.source["files"],
             "rewrites": rewrites_of(self.plan.recipe.method),
             "dtype": str(self.plan.recipe.dtype),
-            "windows": digest_of(shown),
+            "windows": digest_of(self._shown(self.windows.ids)),
         }
-        return self._resting(content)
+        # Which of the model's own windows are shown depends on how many there are of the text.
+        return content if self.generated is None else self._resting(content | {"text": self.windows.digest()})
 
     @property
     def calibrate(self) -> Content:
