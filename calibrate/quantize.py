@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
-from torch import nn
 
 from calibrate.composition import compares, needs, trains, weighs
-from calibrate.finished import Finished
 from calibrate.fisher import Fisher, LayerFisher
 from calibrate.grid import Grid, check_finite
 from calibrate.head import Part, parts
@@ -18,7 +15,8 @@ from calibrate.links import Smoother
 from calibrate.methods import choose_together
 from calibrate.replay import Replay, batches
 from calibrate.results import Hidden, QuantizedLayer, Results
-from calibrate.statistics import Inputs, Moments, first_inputs, reading
+from calibrate.statistics import Inputs, Moments
+from calibrate.stream import Passage, Stream
 from models.checkpoint import Checkpoint
 from models.family import Dimensions, Family, Linear
 from models.skeleton import stored_name
@@ -102,7 +100,10 @@ def quantize(
     start = results.first_missing(count)
     stream = None
     if windows is not None and recipe.uses_text:
-        stream = _Stream(replay, batches(windows), results, start, recipe.compares)
+        ids = batches(windows)
+        embedded = replay.embed(ids)
+        hidden = Hidden(embedded, embedded if recipe.compares else [])
+        stream = Stream(replay, ids, results.load_hidden(start) if 0 < start <= len(replay) else hidden)
     smoother = None
     if stream is not None and recipe.smooths:
         named, head_dim = {linear.name: linear for linear in linears}, Dimensions.of(replay.model.config).head_dim
@@ -124,74 +125,6 @@ def quantize(
     progress("calibrate", count, count)
 
 
-class _Stream:
-    """The calibration batches' hidden states on their way through the layers."""
-
-    def __init__(self, replay: Replay, ids: list[torch.Tensor], results: Results, start: int, compares: bool) -> None:
-        self.replay, self.ids = replay, ids
-        embedded = replay.embed(ids)
-        self.hidden = Hidden(embedded, embedded if compares else [])
-        if 0 < start <= len(replay):
-            self.hidden = results.load_hidden(start)
-
-    def inputs(
-        self,
-        layer: nn.Module,
-        index: int,
-        name: str,
-        seen: Moments,
-        reference: Mapping[str, list[torch.Tensor]],
-        tokens: torch.Tensor | None,
-        finished: Finished,
-        kept: list[torch.Tensor] | None,
-    ) -> Inputs:
-        """What a linear of the layer, with its weights as they are now, reads, beside what it and the norm before it
-        read in the source.
-
-        Args:
-            tokens: what each counts.
-            finished: parts of the layer that are not run again.
-            kept: gets the inputs of every batch.
-        """
-        counts = (
-            None if tokens is None else tokens.split([hidden.shape[:2].numel() for hidden in self.hidden.quantized])
-        )
-        norm = _norm_before(self.replay.family, name) if reference else None
-        modules = [layer.get_submodule(each) for each in (norm, name) if each is not None]
-        for i, hidden in enumerate(self.hidden.quantized):
-            with finished.standing_in(i):
-                *before, x = first_inputs(modules, partial(self.replay.run, layer, index, hidden))
-            if kept is not None:
-                kept.append(x)
-            seen.add(
-                x,
-                reference[name][i] if reference else None,
-                None if counts is None else counts[i],
-                reference[norm][i] - before[0] if norm is not None else None,
-            )
-        return seen.inputs()
-
-    def advance(self, layer: nn.Module, index: int, finished: Finished) -> None:
-        """Takes the hidden states through the quantised layer."""
-        outputs = []
-        for i, hidden in enumerate(self.hidden.quantized):
-            with finished.standing_in(i):
-                outputs.append(self.replay.run(layer, index, hidden))
-        self.hidden.quantized = outputs
-
-    def advance_reference(self, layer: nn.Module, index: int, names: Sequence[str]) -> dict[str, list[torch.Tensor]]:
-        """Takes the reference's hidden states through the source's layer; what its linears read on the way."""
-        read: dict[str, list[torch.Tensor]] = {name: [] for name in names}
-        outputs = []
-        with reading({name: layer.get_submodule(name) for name in names}) as seen:
-            for hidden in self.hidden.reference:
-                outputs.append(self.replay.run(layer, index, hidden))
-                for name in names:
-                    read[name].append(seen[name])
-        self.hidden.reference = outputs
-        return read
-
-
 @dataclass(frozen=True)
 class _Run:
     """What every layer of a run shares."""
@@ -200,7 +133,7 @@ class _Run:
     replay: Replay
     grids: dict[str, Grid]
     recipe: Recipe
-    stream: _Stream | None
+    stream: Stream | None
     results: Results
     smoother: Smoother | None = None
     fisher: Fisher | None = None
@@ -243,31 +176,24 @@ def groups(family: Family, prefix: str, linears: Sequence[Linear]) -> list[list[
 
 def _layer(run: _Run, index: int, linears: list[Linear]) -> None:
     """Each group of linears sees what the groups before it, quantised, give."""
-    replay, stream = run.replay, run.stream
-    with replay.layer(index) as layer:
-        prefix = replay.prefix(index) + "."
+    with run.replay.layer(index) as layer:
+        prefix = run.replay.prefix(index) + "."
         for name in dict.fromkeys(linear.module for linear in linears):
             # From the file, not from the module: a cast to the compute dtype could hide or make an infinity.
             check_finite(f"{run.checkpoint.name}: {name}.weight", run.checkpoint.read(f"{name}.weight"))
         found = QuantizedLayer()
-        together = {g[0].module.removeprefix(prefix): g for g in groups(replay.family, prefix, linears)}
         loss = None if run.fisher is None else run.fisher.load(index)
-        reference: dict[str, list[torch.Tensor]] = {}
-        if stream is not None and run.recipe.compares:
-            # While the layer's weights are still the source's.
-            norms = [norm for name in together if (norm := _norm_before(replay.family, name)) is not None]
-            reference = stream.advance_reference(layer, index, [*together, *norms])
-        finished, names = Finished(layer), list(together)
-        for number, (first, group) in enumerate(together.items()):
-            inputs, factors, later = None, None, names[number + 1 :]
-            ends = len({linear.module for linear in group}) == 1 and Finished.ends_part(first, later)
-            # Smoothing would change what came before, and with it what a finished part gives.
-            kept: list[torch.Tensor] | None = [] if ends and run.smoother is None else None
-            if stream is not None:
-                tokens = None if loss is None else loss.counts([linear.name for linear in group])
-                inputs = stream.inputs(layer, index, first, run.moments(), reference, tokens, finished, kept)
-                needed = {*later, *(_norm_before(replay.family, name) for name in later)}
-                reference = {name: read for name, read in reference.items() if name in needed}
+        together = {g[0].module.removeprefix(prefix): g for g in groups(run.replay.family, prefix, linears)}
+        passage = None
+        if run.stream is not None:
+            modules = {first: [linear.module for linear in group] for first, group in together.items()}
+            # Smoothing changes what was quantised before.
+            passage = Passage(run.stream, layer, index, modules, stays=run.smoother is None)
+        for first, group in together.items():
+            inputs, factors = None, None
+            if passage is not None:
+                counts = None if loss is None else loss.counts([linear.name for linear in group])
+                inputs = passage.inputs(first, run.moments(), counts)
             if run.smoother is not None and inputs is not None:
                 factors = run.smoother.smooth(layer, prefix, group, run.grids[group[0].name], inputs, found)
                 inputs = inputs if factors is None else inputs.scaled(factors)
@@ -281,15 +207,11 @@ def _layer(run: _Run, index: int, linears: list[Linear]) -> None:
             run.choose(weights, inputs, found, loss)
             for name, weight in rows.items():
                 weight.copy_(found.linears[name].dequantize(run.recipe.dtype))
-            if stream is not None and kept:
-                finished.keep(first, kept, partial(replay.run, layer, index, stream.hidden.quantized[0]))
-        if stream is not None:
-            stream.advance(layer, index, finished)
-        run.results.save(index, found, None if stream is None else stream.hidden)
-
-
-def _norm_before(family: Family, linear: str) -> str | None:
-    return None if family.links is None else family.links.norm_before(linear)
+            if passage is not None:
+                passage.quantized(first)
+        if passage is not None:
+            passage.leave()
+        run.results.save(index, found, None if run.stream is None else run.stream.hidden)
 
 
 def _head(run: _Run, linears: list[Linear]) -> None:

@@ -3,7 +3,8 @@
     python tests/benchmarks/fidelity.py WORK
     python tests/benchmarks/fidelity.py WORK --methods gptq+refine --kinds symmetric --permuted
     python tests/benchmarks/fidelity.py WORK --held-out --samples 256
-    python tests/benchmarks/fidelity.py WORK --methods fisher+gptq+refine --kinds float --generated 64
+    python tests/benchmarks/fidelity.py WORK --methods fisher+gptq+refine --kinds float --generated 32
+    python tests/benchmarks/fidelity.py WORK --methods awq+fisher+gptq+refine --kinds symmetric --engine 12288
     python tests/benchmarks/fidelity.py WORK --peers .venv-engines/bin/python
 
 64 calibration windows (or --samples) of 512 tokens from examples/text/calibration.txt, 80 evaluation windows of 512
@@ -13,8 +14,10 @@ measured from its bytes in a second process. WORK is continued where it stopped.
 
 --permuted judges a copy of the model with permuted channels (tests/permuted.py), --held-out calibrates on the first
 half of the calibration text and evaluates on the second, --generated adds windows that the model writes itself to our
-own methods' calibration. --peers adds the other converters that an interpreter has
-(GPTQModel, llm-compressor, AutoRound, torchao's HQQ), on the same windows, and llama.cpp's types.
+own methods' calibration. --engine scores so many of the tokens with the arithmetic of the kernel that will serve the
+build too, and prints how far its perplexity lies from the expanded weights' on the same windows. --peers adds the other
+converters that an interpreter has (GPTQModel, llm-compressor, AutoRound, torchao's HQQ), on the same windows, and
+llama.cpp's types.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -34,23 +37,29 @@ from ruamel.yaml import YAML
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-METHODS = ("rtn", "search", "gptq", "awq+gptq", "rotate+gptq", "gptq+refine", "awq+gptq+refine", "gptq+refine+tune")
+METHODS = (
+    *("rtn", "search", "gptq", "awq+gptq", "rotate+gptq", "gptq+refine", "awq+gptq+refine", "gptq+refine+tune"),
+    *("fisher+gptq+refine", "awq+fisher+gptq+refine"),
+)
 KINDS: dict[str, dict[str, Any]] = {
     "symmetric": {"format": "gptq", "lm_head": "keep"},
     "integer": {"format": "awq"},
     "float": {"format": "tinygemm"},
 }
 TOKENS, LENGTH, GROUP = 40960, 512, 64
+HEADER = "grid       methods               bits   ratio            KL      top-1   greedy  CPU s  peak GB  engine's gap"
 
 
 @dataclass(frozen=True)
 class Texts:
-    """What calibrates, in how many windows, how many the model writes besides, and what is evaluated."""
+    """What calibrates, in how many windows, how many the model writes besides, what is evaluated, and of how many of
+    its tokens the engine's arithmetic."""
 
     calibration: Path
     evaluation: Path
     samples: int
     generated: int = 0
+    engine: int = 0
 
 
 @dataclass(frozen=True)
@@ -94,7 +103,8 @@ def pipeline_of(source: str, kind: str, methods: str, texts: Texts) -> tuple[dic
         "output": "output",
         "work": "../work",
     }
-    validation = {"dataset": text(texts.evaluation), "sequence_length": LENGTH, "tokens": TOKENS, "engine": False}
+    engine: dict[str, Any] = {"engine": True, "engine_tokens": texts.engine} if texts.engine else {"engine": False}
+    validation = {"dataset": text(texts.evaluation), "sequence_length": LENGTH, "tokens": TOKENS, **engine}
     return pipeline, validation
 
 
@@ -102,13 +112,16 @@ def measure(work: Path, source: str, kind: str, methods: str, texts: Texts) -> d
     """One row: the report's target entry with the conversion's cost; kept in WORK, so that nothing runs twice."""
     folder = work / f"{kind}-{methods}"
     kept = folder / "row.json"
-    if not kept.is_file():
+    row: dict[str, Any] = json.loads(kept.read_text()) if kept.is_file() else {}
+    if not row or texts.engine > row["engine"].get("tokens", 0):
         pipeline, validation = pipeline_of(source, kind, methods, texts)
-        cost = convert(folder / "pipeline.yaml", **pipeline)
+        if not row:
+            row = asdict(convert(folder / "pipeline.yaml", **pipeline))
+        cost = {key: row[key] for key in ("cpu", "memory")}
         convert(folder / "pipeline.yaml", **pipeline, validation=validation)
         (row,) = json.loads((folder / "output" / "report.json").read_text())["targets"]
-        kept.write_text(json.dumps({**row, "cpu": cost.cpu, "memory": cost.memory}))
-    row = json.loads(kept.read_text())
+        row |= cost
+        kept.write_text(json.dumps(row))
     return {"kind": kind, "methods": methods, **row}
 
 
@@ -116,10 +129,10 @@ def text(file: Path) -> dict[str, str]:
     return {"path": "text", "data_files": str(file)}
 
 
-def halves(work: Path, samples: int, generated: int) -> Texts:
+def halves(work: Path, *windows: int) -> Texts:
     """The calibration text cut in two."""
     lines = (ROOT / "examples/text/calibration.txt").read_text(encoding="utf-8").splitlines(keepends=True)
-    texts = Texts(work / "first.txt", work / "second.txt", samples, generated)
+    texts = Texts(work / "first.txt", work / "second.txt", *windows)
     work.mkdir(parents=True, exist_ok=True)
     texts.calibration.write_text("".join(lines[: len(lines) // 2]), encoding="utf-8")
     texts.evaluation.write_text("".join(lines[len(lines) // 2 :]), encoding="utf-8")
@@ -149,12 +162,16 @@ def peers(work: Path, source: str, texts: Texts, python: Path, kinds: tuple[str,
 
 
 def line(row: dict[str, Any]) -> str:
+    from validate.report import gap_text
+
     ratio = f"{row['perplexity_ratio']:.4f} ± {row['perplexity_ratio_se']:.4f}"
     greedy = f"{row['greedy']['identical']}/{row['greedy']['of']}"
     cost = f"{row['cpu']:5.0f}  {row['memory']:7.2f}" if "cpu" in row else "    -        -"
+    engine = row.get("engine", {})
+    gap = f"{gap_text(engine)} on {engine['tokens']}" if "gap" in engine else "-"
     return (
         f"{row['kind']:10} {row['methods']:20} {row['bits_per_weight']:6.3f}  {ratio}  {row['kl']:.4f}"
-        f"  {row['top1']:.4f}  {greedy:>6}  {cost}"
+        f"  {row['top1']:.4f}  {greedy:>6}  {cost}  {gap}"
     )
 
 
@@ -190,9 +207,10 @@ def main() -> None:
     parser.add_argument("--peers", type=Path, help="an interpreter with other converters")
     parser.add_argument("--samples", type=int, default=64, help="calibration windows")
     parser.add_argument("--generated", type=int, default=0, help="windows besides that the model writes itself")
+    parser.add_argument("--engine", type=int, default=0, help="tokens that the engine's arithmetic is scored on")
     options = parser.parse_args()
     work: Path = options.work.resolve()
-    windows = options.samples, options.generated
+    windows = options.samples, options.generated, options.engine
     texts = Texts(ROOT / "examples/text/calibration.txt", ROOT / "examples/text/evaluation.txt", *windows)
     source: str = options.source
     if options.samples != parser.get_default("samples"):
@@ -206,7 +224,7 @@ def main() -> None:
         work = work / "permuted-copy"
         work.mkdir(parents=True, exist_ok=True)
         source = permuted(work, source)
-    print("grid       methods               bits   ratio            KL      top-1   greedy  CPU s  peak GB", flush=True)
+    print(HEADER, flush=True)
     rows = []
     for row in chain(
         (measure(work, source, kind, methods, texts) for kind in options.kinds for methods in options.methods),

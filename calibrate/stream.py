@@ -1,0 +1,123 @@
+"""The calibration text's hidden states on their way through the layers, as they are quantised and as the source's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+
+from calibrate.finished import Finished
+from calibrate.replay import Replay
+from calibrate.results import Hidden
+from calibrate.statistics import Inputs, Moments, first_inputs, reading
+from models.family import Family
+
+
+class Stream:
+    """The batches between two layers.
+
+    Args:
+        replay: runs the layers.
+        ids: token ids [batch, tokens] of every batch.
+        hidden: what enters the next layer; the source's stream in it where methods compare with that.
+    """
+
+    def __init__(self, replay: Replay, ids: list[torch.Tensor], hidden: Hidden) -> None:
+        self.replay, self.ids, self.hidden = replay, ids, hidden
+
+    @property
+    def compares(self) -> bool:
+        """Whether the source's hidden states come along."""
+        return bool(self.hidden.reference)
+
+    def advance(self, layer: nn.Module, index: int, finished: Finished) -> None:
+        """Takes the quantised stream through the quantised layer."""
+        outputs = []
+        for i, hidden in enumerate(self.hidden.quantized):
+            with finished.standing_in(i):
+                outputs.append(self.replay.run(layer, index, hidden))
+        self.hidden.quantized = outputs
+
+    def advance_reference(self, layer: nn.Module, index: int, names: Sequence[str]) -> dict[str, list[torch.Tensor]]:
+        """Takes the source's stream through the source's layer; what its modules read on the way, by name."""
+        read: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+        outputs = []
+        with reading({name: layer.get_submodule(name) for name in names}) as seen:
+            for hidden in self.hidden.reference:
+                outputs.append(self.replay.run(layer, index, hidden))
+                for name in names:
+                    read[name].append(seen[name])
+        self.hidden.reference = outputs
+        return read
+
+
+class Passage:
+    """A stream's way through one layer, whose groups of linears are quantised one after another on the way.
+
+    Args:
+        stream: before the layer; behind it once `leave` was called.
+        layer: with the source's weights; each group's are replaced by the caller between `inputs` and `quantized`.
+        index: the layer's number.
+        groups: modules of the layer that are quantised, in the order of computation, by the first of those that read
+            the same input.
+        stays: whether what a module gives stays as it is once it was quantised, so that it need not run again.
+    """
+
+    def __init__(
+        self, stream: Stream, layer: nn.Module, index: int, groups: Mapping[str, Sequence[str]], stays: bool
+    ) -> None:
+        self.stream, self.layer, self.index = stream, layer, index
+        self._left = {first: set(modules) for first, modules in groups.items()}
+        self._stays, self._finished = stays, Finished(layer)
+        self._kept: list[torch.Tensor] = []
+        self._source: dict[str, list[torch.Tensor]] = {}
+        if stream.compares:
+            norms = [norm for name in groups if (norm := self._norm_before(name)) is not None]
+            self._source = stream.advance_reference(layer, index, [*groups, *norms])
+
+    def _norm_before(self, linear: str) -> str | None:
+        family: Family = self.stream.replay.family
+        return None if family.links is None else family.links.norm_before(linear)
+
+    def inputs(self, first: str, seen: Moments, counts: torch.Tensor | None) -> Inputs:
+        """What the next group's linears read, with the layer's weights as they are now, beside what they and the norm
+        before them read in the source.
+
+        Args:
+            first: the group's name.
+            seen: gets it.
+            counts: what each token counts.
+        """
+        replay, batches = self.stream.replay, self.stream.hidden.quantized
+        modules = self._left.pop(first)
+        keeps = self._stays and len(modules) == 1 and Finished.ends_part(first, list(self._left))
+        parts = None if counts is None else counts.split([hidden.shape[:2].numel() for hidden in batches])
+        norm = self._norm_before(first) if self._source else None
+        read = [self.layer.get_submodule(name) for name in (norm, first) if name is not None]
+        for i, hidden in enumerate(batches):
+            with self._finished.standing_in(i):
+                *before, x = first_inputs(read, partial(replay.run, self.layer, self.index, hidden))
+            if keeps:
+                self._kept.append(x)
+            seen.add(
+                x,
+                self._source[first][i] if self._source else None,
+                None if parts is None else parts[i],
+                self._source[norm][i] - before[0] if norm is not None else None,
+            )
+        needed = {*self._left, *map(self._norm_before, self._left)}
+        self._source = {name: tensors for name, tensors in self._source.items() if name in needed}
+        return seen.inputs()
+
+    def quantized(self, first: str) -> None:
+        """The group has its final weights."""
+        if self._kept:
+            run = partial(self.stream.replay.run, self.layer, self.index, self.stream.hidden.quantized[0])
+            self._finished.keep(first, self._kept, run)
+            self._kept = []
+
+    def leave(self) -> None:
+        """All groups have; the stream goes on behind the layer."""
+        self.stream.advance(self.layer, self.index, self._finished)
