@@ -22,15 +22,15 @@ class Inputs:
         moments: fp32 [K], second moments E[x_k^2].
         hessian: fp32 [K, K], E[x x^T], where a method wants it.
         drift: fp32 [K, K], E[(x~ - x) x^T] with the inputs x~ of the source's model, where a method compares with it.
-        residual: fp32 [N, K], E[(r~ - r) x^T] where it does and the outputs are added to a residual stream r, which is
-            r~ in the source's model.
+        wanted: fp32 [N, K], E[y x^T] with the outputs y that would give what follows its value in the source's model;
+            instead of the drift, where that is known.
         sample: fp32 [tokens, K], some of the inputs, where a method looks at them one by one.
     """
 
     moments: torch.Tensor
     hessian: torch.Tensor | None = None
     drift: torch.Tensor | None = None
-    residual: torch.Tensor | None = None
+    wanted: torch.Tensor | None = None
     sample: torch.Tensor | None = None
 
     @staticmethod
@@ -42,8 +42,8 @@ class Inputs:
         """What a linear reads where each channel was divided by its factor [K]."""
         products = torch.outer(factors, factors)
         hessian, drift = (None if t is None else t / products for t in (self.hessian, self.drift))
-        residual, sample = (None if t is None else t / factors for t in (self.residual, self.sample))
-        return Inputs(self.moments / factors.square(), hessian, drift, residual, sample)
+        wanted, sample = (None if t is None else t / factors for t in (self.wanted, self.sample))
+        return Inputs(self.moments / factors.square(), hessian, drift, wanted, sample)
 
     @property
     def full(self) -> torch.Tensor:
@@ -52,10 +52,13 @@ class Inputs:
 
     def target(self, weight: torch.Tensor) -> torch.Tensor:
         """The weight [N, K] that a quantised one should come near: see `calibrate.hessian.correction`."""
-        if self.drift is None:
+        if self.wanted is not None:
+            missing = self.wanted - weight.float() @ self.full
+        elif self.drift is not None:
+            missing = weight.float() @ self.drift
+        else:
             return weight
-        missing = weight.float() @ self.drift
-        return weight + correction(missing if self.residual is None else missing + self.residual, self._cholesky)
+        return weight + correction(missing, self._cholesky)
 
     @cached_property
     def _cholesky(self) -> torch.Tensor:
@@ -82,7 +85,7 @@ class Moments:
         total: fp64 [K], sum over tokens of x squared.
         products: fp32 [K, K], sum over tokens of x x^T; only when ``full``.
         drift: fp32 [K, K], sum over tokens of (x~ - x) x^T, where inputs x~ of the source's model were given too.
-        residual: fp32 [N, K], sum over tokens of (r~ - r) x^T, where r~ - r of a residual stream was given too.
+        wanted: fp32 [N, K], sum over tokens of y x^T, where outputs y were given too.
         tokens: how many tokens were summed.
     """
 
@@ -91,7 +94,7 @@ class Moments:
     total: torch.Tensor | None = None
     products: torch.Tensor | None = None
     drift: torch.Tensor | None = None
-    residual: torch.Tensor | None = None
+    wanted: torch.Tensor | None = None
     tokens: int = 0
     kept: list[torch.Tensor] = field(default_factory=list)
 
@@ -100,7 +103,7 @@ class Moments:
         x: torch.Tensor,
         reference: torch.Tensor | None = None,
         weights: torch.Tensor | None = None,
-        residual: torch.Tensor | None = None,
+        wanted: torch.Tensor | None = None,
     ) -> None:
         """Takes inputs.
 
@@ -108,11 +111,11 @@ class Moments:
             x: [..., K].
             reference: what the source's model has in their place.
             weights: what each token counts, fp32 [...].
-            residual: what the residual stream has there in the source's model and lacks here, [..., N].
+            wanted: what the outputs should be, [..., N], without bias.
         """
         if weights is not None:
             roots = weights.sqrt().to(x.dtype).view(*x.shape[:-1], 1)
-            x, reference, residual = x * roots, *(None if t is None else t * roots for t in (reference, residual))
+            x, reference, wanted = x * roots, *(None if t is None else t * roots for t in (reference, wanted))
         x = x.reshape(-1, x.shape[-1])
         self.total = _sum(self.total, x.float().square().sum(0).double())
         if self.full:
@@ -120,8 +123,8 @@ class Moments:
         if reference is not None:
             # The difference in the inputs' own dtype: its rounding is far below theirs.
             self.drift = _sum(self.drift, cross(reference.reshape(x.shape) - x, x))
-        if residual is not None:
-            self.residual = _sum(self.residual, cross(residual.reshape(len(x), -1).to(x.dtype), x))
+        if wanted is not None:
+            self.wanted = _sum(self.wanted, cross(wanted.reshape(len(x), -1).to(x.dtype), x))
         if self.keeps:
             self.kept.append(x[:: max(1, len(x) // self.keeps)].to(torch.float32, copy=True))
         self.tokens += x.shape[0]
@@ -135,9 +138,9 @@ class Moments:
     def inputs(self) -> Inputs:
         """What was seen. Raises ValueError before any input was."""
         moments = self.second_moments()
-        sums = (self.products, self.drift, self.residual)
-        hessian, drift, residual = (None if t is None else t / self.tokens for t in sums)
-        return Inputs(moments, hessian, drift, residual, torch.cat(self.kept) if self.kept else None)
+        sums = (self.products, self.drift, self.wanted)
+        hessian, drift, wanted = (None if t is None else t / self.tokens for t in sums)
+        return Inputs(moments, hessian, drift, wanted, torch.cat(self.kept) if self.kept else None)
 
 
 def _sum(total: torch.Tensor | None, part: torch.Tensor) -> torch.Tensor:
@@ -194,14 +197,20 @@ def first_inputs(modules: Sequence[nn.Module], forward: Callable[[], object]) ->
 
 
 @contextmanager
-def reading(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, torch.Tensor]]:
-    """Yields what modules read in the last forward pass of the block, by name."""
+def reading(
+    modules: Mapping[str, nn.Module], writers: Mapping[str, nn.Module] | None = None
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yields what modules read in the last forward pass of the block, and what others gave, by name."""
     seen: dict[str, torch.Tensor] = {}
 
-    def hook(name: str) -> torch.utils.hooks.RemovableHandle:
-        return modules[name].register_forward_pre_hook(lambda _, inputs: seen.__setitem__(name, inputs[0]))
+    def read(name: str, module: nn.Module) -> torch.utils.hooks.RemovableHandle:
+        return module.register_forward_pre_hook(lambda _, inputs: seen.__setitem__(name, inputs[0]))
 
-    handles = [hook(name) for name in modules]
+    def written(name: str, module: nn.Module) -> torch.utils.hooks.RemovableHandle:
+        return module.register_forward_hook(lambda _, __, output: seen.__setitem__(name, output))
+
+    handles = [read(name, module) for name, module in modules.items()]
+    handles += [written(name, module) for name, module in (writers or {}).items()]
     try:
         yield seen
     finally:

@@ -40,17 +40,24 @@ class Stream:
                 outputs.append(self.replay.run(layer, index, hidden))
         self.hidden.quantized = outputs
 
-    def advance_reference(self, layer: nn.Module, index: int, names: Sequence[str]) -> dict[str, list[torch.Tensor]]:
-        """Takes the source's stream through the source's layer; what its modules read on the way, by name."""
-        read: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+    def advance_reference(
+        self, layer: nn.Module, index: int, readers: Sequence[str], writers: Sequence[str]
+    ) -> dict[str, list[torch.Tensor]]:
+        """Takes the source's stream through the source's layer.
+
+        Returns:
+            What ``readers`` among its modules read on the way, and what ``writers`` gave, by name and batch.
+        """
+        seen: dict[str, list[torch.Tensor]] = {name: [] for name in (*readers, *writers)}
         outputs = []
-        with reading({name: layer.get_submodule(name) for name in names}) as seen:
+        modules = ({name: layer.get_submodule(name) for name in names} for names in (readers, writers))
+        with reading(*modules) as last:
             for hidden in self.hidden.reference:
                 outputs.append(self.replay.run(layer, index, hidden))
-                for name in names:
-                    read[name].append(seen[name])
+                for name, tensors in seen.items():
+                    tensors.append(last[name])
         self.hidden.reference = outputs
-        return read
+        return seen
 
 
 class Passage:
@@ -74,16 +81,17 @@ class Passage:
         self._kept: list[torch.Tensor] = []
         self._source: dict[str, list[torch.Tensor]] = {}
         if stream.compares:
-            norms = [norm for name in groups if (norm := self._norm_before(name)) is not None]
-            self._source = stream.advance_reference(layer, index, [*groups, *norms])
+            norms = {name: norm for name in groups if (norm := self._norm_before(name)) is not None}
+            readers = [name for name in groups if name not in norms]
+            self._source = stream.advance_reference(layer, index, [*readers, *norms.values()], list(norms))
 
     def _norm_before(self, linear: str) -> str | None:
         family: Family = self.stream.replay.family
         return None if family.links is None else family.links.norm_before(linear)
 
     def inputs(self, first: str, seen: Moments, counts: torch.Tensor | None) -> Inputs:
-        """What the next group's linears read, with the layer's weights as they are now, beside what they and the norm
-        before them read in the source.
+        """What the next group's linears read, with the layer's weights as they are now, beside what they read in the
+        source; where their outputs are added to the residual stream, what would make that the source's again.
 
         Args:
             first: the group's name.
@@ -101,12 +109,13 @@ class Passage:
                 *before, x = first_inputs(read, partial(replay.run, self.layer, self.index, hidden))
             if keeps:
                 self._kept.append(x)
-            seen.add(
-                x,
-                self._source[first][i] if self._source else None,
-                None if parts is None else parts[i],
-                self._source[norm][i] - before[0] if norm is not None else None,
-            )
+            source = self._source[first][i] if self._source else None
+            wanted = None
+            if source is not None and norm is not None:
+                lacks = self._source[norm][i] - before[0]
+                bias = self.layer.get_submodule(first).bias
+                source, wanted = None, lacks + (source if bias is None else source - bias)
+            seen.add(x, source, None if parts is None else parts[i], wanted)
         needed = {*self._left, *map(self._norm_before, self._left)}
         self._source = {name: tensors for name, tensors in self._source.items() if name in needed}
         return seen.inputs()

@@ -19,7 +19,7 @@ from models.files import replace_file, to_json
 # Raised when a stage's code changes what it computes, so that older results are not taken for its own.
 STAGE_VERSIONS = {
     "generated": 1,
-    "calibrate": 4,
+    "calibrate": 5,
     "fisher": 2,
     "sensitivity": 1,
     "observe": 1,

@@ -186,22 +186,33 @@ def test_a_linear_sees_what_the_quantised_ones_before_it_give(model: OpenedModel
 
 
 @pytest.mark.parametrize("short", ["self_attn.out_proj", "mlp.down_proj", "mlp.up_proj"])
+@pytest.mark.parametrize("biases", [False, True])
 def test_compensation_sees_what_the_inputs_and_the_residual_stream_have_in_the_source(
-    model: OpenedModel, tmp_path: Path, short: str
+    model: OpenedModel, tmp_path: Path, short: str, biases: bool
 ) -> None:
     """Computed directly, as above: beside the quantised model's inputs and stream those of the source."""
+    if biases:
+        short = short.replace("out_proj", "o_proj")
+        model = open_model(Folder(tiny_checkpoint(tmp_path / "biased", "llama", attention_bias=True, mlp_bias=True)))
     results = run(model, replace(recipe(model), method=("gptq",)), tmp_path / "results")
     source, full = (load_model(model.checkpoint, torch.bfloat16) for _ in range(2))
     put(full, model, results.load(0))
     second = results.load(1).linears
-    order = ["q_proj", "k_proj", "v_proj", "out_proj", "gate_proj", "up_proj", "down_proj"]
+    order = ["q_proj", "k_proj", "v_proj", "o_proj" if biases else "out_proj", "gate_proj", "up_proj", "down_proj"]
     earlier = order[: order.index(short.rpartition(".")[2]) - (short == "mlp.up_proj")]
     put(full, model, QuantizedLayer({name: q for name, q in second.items() if name.rpartition(".")[2] in earlier}))
-    norm = {"self_attn.out_proj": "input_layernorm", "mlp.down_proj": "post_attention_layernorm"}.get(short)
+    norm = {"o": "input_layernorm", "out": "input_layernorm", "down": "post_attention_layernorm"}.get(
+        short.rpartition(".")[2].removesuffix("_proj")
+    )
     name = f"model.layers.1.{short}"
     seen, blind = Moments(full=True), Moments(full=True)
-    for (x, stream), (other, wanted) in zip(*(observed(each, name, norm) for each in (full, source)), strict=True):
-        seen.add(x, other, residual=None if norm is None else wanted - stream)
+    linear = source.get_submodule(name)
+    assert (linear.bias is not None) == biases
+    for (x, stream), (other, there) in zip(*(observed(each, name, norm) for each in (full, source)), strict=True):
+        with torch.no_grad():
+            given = linear(other) - (0 if linear.bias is None else linear.bias)
+        lacks = None if norm is None else there - stream
+        seen.add(x, other if norm is None else None, wanted=None if lacks is None else lacks + given)
         blind.add(x, other)
     weight, grid = model.checkpoint.read(f"{name}.weight").bfloat16(), Grid(32)
     expected, without = (choose(weight, grid, ["gptq"], each.inputs()).quantized for each in (seen, blind))

@@ -44,49 +44,52 @@ def test_hooks_are_gone_after_the_block_also_after_an_error() -> None:
 
 
 def test_products_and_drift_are_sums_over_all_tokens() -> None:
-    x, other, stream = torch.randn(3, 12, 6, generator=torch.Generator().manual_seed(0))
-    stream = stream[:, :4]
+    x, other, outputs = torch.randn(3, 12, 6, generator=torch.Generator().manual_seed(0))
+    outputs = outputs[:, :4]
     seen = Moments(full=True)
-    for part, reference, lack in zip(x.split(5), other.split(5), stream.split(5), strict=True):
-        seen.add(part[None], reference[None], residual=lack[None])
+    for part, reference, y in zip(x.split(5), other.split(5), outputs.split(5), strict=True):
+        seen.add(part[None], reference[None], wanted=y[None])
     inputs = seen.inputs()
     assert inputs.hessian is not None and inputs.drift is not None
     assert torch.allclose(inputs.hessian, x.t() @ x / 12, atol=1e-6)
     assert torch.allclose(inputs.hessian.diagonal(), inputs.moments)
     assert torch.allclose(inputs.drift, (other - x).t() @ x / 12, atol=1e-6)
-    assert inputs.residual is not None and torch.allclose(inputs.residual, stream.t() @ x / 12, atol=1e-6)
+    assert inputs.wanted is not None and torch.allclose(inputs.wanted, outputs.t() @ x / 12, atol=1e-6)
 
 
 def test_tokens_count_alike_in_every_sum() -> None:
-    x, other, stream = torch.randn(3, 12, 6, generator=torch.Generator().manual_seed(0))
+    x, other, outputs = torch.randn(3, 12, 6, generator=torch.Generator().manual_seed(0))
     counts = torch.tensor([1.0, 4.0] * 6)
     weighed, repeated = Moments(full=True), Moments(full=True)
-    weighed.add(x, other, counts, stream)
+    weighed.add(x, other, counts, outputs)
     for times in (1, 4):
         for _ in range(times):
             chosen = counts == times
-            repeated.add(x[chosen], other[chosen], residual=stream[chosen])
-    for name in ("products", "drift", "residual"):
+            repeated.add(x[chosen], other[chosen], wanted=outputs[chosen])
+    for name in ("products", "drift", "wanted"):
         assert torch.allclose(getattr(weighed, name), getattr(repeated, name), atol=1e-5), name
 
 
-def test_the_target_makes_up_for_half_of_what_the_output_and_the_stream_behind_it_lack() -> None:
+def test_the_target_makes_up_for_half_of_what_the_outputs_lack() -> None:
     generator = torch.Generator().manual_seed(0)
     x, other = torch.randn(2, 500, 6, generator=generator)
     weight = torch.randn(4, 6, generator=generator)
-    # All of the stream's lack is a linear function of the inputs, so that all of it could be made up for.
+    # All of the outputs' lack is a linear function of the inputs, so that all of it could be made up for.
     lack = x @ torch.randn(6, 4, generator=generator)
     half = lack / 2 / (1 + DAMPING)
     seen = Moments(full=True)
-    seen.add(x, x, residual=lack)
+    seen.add(x, wanted=x @ weight.t() + lack)
     added = x @ (seen.inputs().target(weight) - weight).t()
     assert torch.allclose(added, half, rtol=0.05, atol=0.05)
-    seen = Moments(full=True)
-    seen.add(x, other)
-    without = seen.inputs().target(weight)
-    seen = Moments(full=True)
-    seen.add(x, other, residual=lack)
-    assert torch.allclose(x @ (seen.inputs().target(weight) - without).t(), half, rtol=0.05, atol=0.05)
+    # Changed inputs alone: the outputs that the source's inputs have are wanted, whichever way that is said.
+    drift, wanted = Moments(full=True), Moments(full=True)
+    drift.add(x, other)
+    wanted.add(x, wanted=other @ weight.t())
+    assert torch.allclose(drift.inputs().target(weight), wanted.inputs().target(weight), atol=1e-4)
+    # Factors of the channels are those of the weight that is asked for.
+    factors = torch.rand(6, generator=generator) + 0.5
+    target = wanted.inputs().scaled(factors).target(weight * factors) / factors
+    assert torch.allclose(target, wanted.inputs().target(weight), atol=1e-2)
 
 
 def test_a_forward_pass_ends_where_the_input_is_seen() -> None:
