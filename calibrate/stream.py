@@ -112,9 +112,9 @@ class Passage:
             source = self._source[first][i] if self._source else None
             wanted = None
             if source is not None and norm is not None:
-                lacks = self._source[norm][i] - before[0]
-                bias = self.layer.get_submodule(first).bias
-                source, wanted = None, lacks + (source if bias is None else source - bias)
+                lacks, linear = self._source[norm][i] - before[0], read[-1]
+                assert isinstance(linear, nn.Linear)
+                source, wanted = None, lacks + (source if linear.bias is None else source - linear.bias)
             seen.add(x, source, None if parts is None else parts[i], wanted)
         needed = {*self._left, *map(self._norm_before, self._left)}
         self._source = {name: tensors for name, tensors in self._source.items() if name in needed}
