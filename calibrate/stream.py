@@ -109,12 +109,12 @@ class Passage:
                 *before, x = first_inputs(read, partial(replay.run, self.layer, self.index, hidden))
             if keeps:
                 self._kept.append(x)
-            source = self._source[first][i] if self._source else None
-            wanted = None
+            source, wanted = self._source[first][i] if self._source else None, None
             if source is not None and norm is not None:
                 lacks, linear = self._source[norm][i] - before[0], read[-1]
                 assert isinstance(linear, nn.Linear)
-                source, wanted = None, lacks + (source if linear.bias is None else source - linear.bias)
+                given = source if linear.bias is None else source - linear.bias
+                source, wanted = None, lacks + given
             seen.add(x, source, None if parts is None else parts[i], wanted)
         needed = {*self._left, *map(self._norm_before, self._left)}
         self._source = {name: tensors for name, tensors in self._source.items() if name in needed}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,10 +79,11 @@ def estimate(prepared: Prepared) -> Estimate:
     width = _tokens(prepared, validation=False) * prepared.dtype.itemsize
     if streams:
         # What the last linear of a finished part reads, and what the parts before it gave.
-        calibration += max((max(columns) for columns in read), default=0) * width + hidden_once
+        calibration += max((max(columns.values()) for columns in read), default=0) * width + hidden_once
     if any(plan.recipe.compares for plan in prepared.plans):
-        # And the residual stream of the source where each of a layer's halves adds to it.
-        calibration += max((sum(columns) for columns in read), default=0) * width + 2 * hidden_once
+        # What the source's linears read, or give where that is added to its residual stream; and the stream there.
+        kept = (sum(_compared(prepared, columns)) for columns in read)
+        calibration += max(kept, default=0) * width + 2 * hidden_once
     weighing = [plan for plan in prepared.plans if plan.recipe.weighs]
     if weighing:
         # Each layer's inputs on the way, and the products of the gradients of every layer that quantises other weights.
@@ -186,8 +188,8 @@ def _generating_bytes(prepared: Prepared, model_bytes: int) -> int:
     return model_bytes + cache
 
 
-def _read_columns(prepared: Prepared) -> list[list[int]]:
-    """The input channels of each layer's linears, once of those that read the same input."""
+def _read_columns(prepared: Prepared) -> list[dict[str, int]]:
+    """The input channels of each layer's linears, by the name of the first of those that read the same input."""
     family = prepared.model.family
     layers: dict[int, dict[str, int]] = {}
     for linear in prepared.model.linears:
@@ -195,7 +197,14 @@ def _read_columns(prepared: Prepared) -> list[list[int]]:
             name = linear.name.removeprefix(f"{family.layers}.{linear.layer}.")
             shard = next((shard[0] for shard in family.shards if name in shard), name)
             layers.setdefault(linear.layer, {})[shard] = linear.columns
-    return [list(columns.values()) for columns in layers.values()]
+    return list(layers.values())
+
+
+def _compared(prepared: Prepared, columns: Mapping[str, int]) -> Iterator[int]:
+    """The channels of a layer's linears that are compared with the source's."""
+    links = prepared.model.family.links
+    for name, count in columns.items():
+        yield prepared.model.dimensions.hidden if links is not None and name in links.residual else count
 
 
 def _output_bytes(prepared: Prepared) -> list[int]:

@@ -94,3 +94,22 @@ def test_the_models_own_windows_are_part_of_the_keys_before_they_are_written(sta
     # Nothing is quantised on the text alone where the model's own was asked for.
     with pytest.raises(ValueError, match="own windows"):
         _ = other["gptq"].ids
+
+
+def test_a_training_that_holds_out_other_own_windows_has_another_fisher(stages: dict[str, Stages]) -> None:
+    """Of 63 and of 64 windows of a text the same ones are shown; which of the model's own are depends on their place
+    behind the text's."""
+    generation = Generation(count=8, length=144, first=(1,), keeps_first=False, seed=0, dtype="bfloat16")
+    trained, text = stages["trained"], stages["trained"].texts.calibration
+    assert text is not None
+    ids, own = (torch.arange(count * 144).view(count, 144) for count in (64, 8))
+    each = [
+        replace(trained, texts=replace(trained.texts, calibration=replace(text, ids=ids[:count]), generation=given))
+        for given in (None, generation)
+        for count in (63, 64)
+    ]
+    plain, written = each[:2], [replace(stage, own=-own) for stage in each[2:]]
+    assert plain[0].fisher == plain[1].fisher
+    assert written[0].fisher != written[1].fisher
+    shown = [stage.shown for stage in written]
+    assert all(ids is not None for ids in shown) and not torch.equal(*(ids[-7:] for ids in shown if ids is not None))
