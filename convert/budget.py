@@ -36,7 +36,7 @@ def check_budget(plan: TargetPlan, view: OpenedModel) -> None:
         return
     where = f"target {plan.spec.name} ({plan.spec.format}): bits_per_weight"
     if budget <= plan.bits_per_weight:
-        raise BadInput(f"{where}: expected more than the grid's {plan.bits_per_weight:.4g}, found {budget:g}")
+        raise BadInput(f"{where}: expected more than the {plan.bits_per_weight:.4g} without it, found {budget:g}")
     # The last linear of a layer stands alone in every family: engines load it as one with no other.
     last = next((linear.name for linear in plan.linears if linear.name.endswith(view.family.linears[-1])), None)
     try:

@@ -152,7 +152,7 @@ def _target(prepared: Prepared, plan: Plan) -> TargetEstimate:
     work = plan.weights + 4 * groups + plan.scratch_bytes(_hidden_bytes(prepared, validation=False))
     if isinstance(plan, TargetPlan) and plan.spec.budget is not None:
         # At most, and the layers that sensitivity is measured on.
-        kept += int((plan.spec.budget - plan.bits_per_weight) * plan.weights / 8)
+        kept += int((plan.spec.budget - plan.bits_per_weight) * plan.counted / 8)
         work *= 2
     if plan.recipe.trains:
         # The layers once more as they were tuned, and the state of an unfinished training.

@@ -24,7 +24,7 @@ STAGE_VERSIONS = {
     "sensitivity": 1,
     "observe": 1,
     "reference": 1,
-    "export": 4,
+    "export": 5,
     "measure": 5,
     "position": 1,
 }

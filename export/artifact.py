@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,9 @@ class _Emitter:
         for module in plan.quantized:
             self.modules.setdefault(module.source, []).append(module)
         self.kept = dict(plan.kept)
+        self.skipped: Counter[str] = Counter()
+        for linear in plan.skipped:
+            self.skipped[linear.module] += linear.weights
         # Of unquantised tensors that calibration changed: the layer that holds the new value, and what changed it.
         self.changed = {
             name: (index, reason) for index in range(layers + 1) for name, reason in results.changes(index).items()
@@ -170,7 +174,8 @@ class _Emitter:
         if value.dtype != info.dtype:
             reason += f"; cast to {str(self.plan.dtype).removeprefix('torch.')}"
         self.writer.add(name, value)
-        return TensorRow(name, info.shape, dtype, "kept", (name,), reason)
+        skipped = self.skipped[module] if name == f"{module}.weight" else 0
+        return TensorRow(name, info.shape, dtype, "kept", (name,), reason, skipped=skipped)
 
     def _rewrites(self, name: str) -> tuple[str, ...]:
         return self.checkpoint.rewrites(name) if isinstance(self.checkpoint, Rewritten) else ()
@@ -190,7 +195,8 @@ class _Emitter:
         """A tied head has no tensor of its own in the source; its row says what became of it all the same."""
         head = next((m for m in self.plan.quantized if m.linears[0].layer is None), None)
         if head is None:
-            return [TensorRow(f"{self.plan.head}.weight", (), "", "tied", (), self.kept[self.plan.head])]
+            name, skipped = self.plan.head, self.skipped[self.plan.head]
+            return [TensorRow(f"{name}.weight", (), "", "tied", (), self.kept[name], skipped=skipped)]
         linear = head.linears[0]
         reason = "untied: the embedding table stays in its dtype under its own name"
         return [
@@ -310,9 +316,11 @@ class Artifact:
 
     @property
     def bits_per_weight(self) -> float:
-        """Bits of codes, scales and zeros over the quantised linears."""
+        """Bits of codes, scales and zeros, and of the linears that were skipped, on the mean over all their weights."""
         bits, weights = 0.0, 0
         for row in self.ledger.tensors:
+            bits += row.skipped * torch.finfo(self.dtype).bits
+            weights += row.skipped
             for linear in row.linears:
                 count = (linear.rows[1] - linear.rows[0]) * row.shape[1]
                 scale_bits = torch.finfo(self.dtype).bits

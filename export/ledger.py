@@ -48,6 +48,7 @@ class TensorRow:
             here as in the source) or ``dropped`` (a buffer that models compute from the configuration).
         stored_as: tensors or modules of the artifact that hold it now.
         reason: why it was kept, cast or tied.
+        skipped: how many of its numbers are of linears that `skip`, or a budget, left in the artifact's dtype.
     """
 
     tensor: str
@@ -57,6 +58,7 @@ class TensorRow:
     stored_as: tuple[str, ...] = ()
     reason: str = ""
     linears: tuple[LinearRow, ...] = ()
+    skipped: int = 0
 
 
 @dataclass

@@ -181,10 +181,21 @@ class Plan(ABC):
         return sum(linear.weights for linear in self.linears)
 
     @property
+    def skipped(self) -> tuple[Linear, ...]:
+        """Linears that the target's `skip`, or a budget, leaves in the model's dtype."""
+        return ()
+
+    @property
+    def counted(self) -> int:
+        """How many numbers the quantised linears and the skipped ones have."""
+        return self.weights + sum(linear.weights for linear in self.skipped)
+
+    @property
     def bits_per_weight(self) -> float:
-        """Of the grids (codes, scales, zeros), over the quantised linears."""
-        bits = sum(self.grid(linear.columns).bits_per_weight * linear.weights for linear in self.linears)
-        return bits / max(1, self.weights)
+        """Of the grids (codes, scales, zeros) and of the skipped linears' numbers, on the mean over both."""
+        bits: float = sum(self.grid(linear.columns).bits_per_weight * linear.weights for linear in self.linears)
+        bits += torch.finfo(self.dtype).bits * (self.counted - self.weights)
+        return bits / max(1, self.counted)
 
 
 @dataclass(frozen=True)
@@ -194,12 +205,18 @@ class TargetPlan(Plan):
     Attributes:
         tied: whether the source's head shares the embedding.
         head: the head's name.
+        left: linears that `skip` leaves.
     """
 
     spec: TargetSpec
     options: LayoutOptions
     tied: bool
     head: str
+    left: tuple[Linear, ...] = ()
+
+    @property
+    def skipped(self) -> tuple[Linear, ...]:
+        return self.left
 
     @property
     def group_size(self) -> int:
@@ -283,7 +300,13 @@ def make_plan(
             problems += error.problems
     if problems:
         raise BadInput(f"target {spec.name} ({spec.format}): {problem}" for problem in problems)
-    return TargetPlan(replace(spec, fused=fused), modules, kept, notes, dtype, options, tied, family.head)
+    left = tuple(linear for linear in linears if _skipping(spec, family, linear))
+    return TargetPlan(replace(spec, fused=fused), modules, kept, notes, dtype, options, tied, family.head, left)
+
+
+def _skipping(spec: TargetSpec, family: Family, linear: Linear) -> list[str]:
+    """The patterns that leave a linear unquantised."""
+    return [pattern for pattern in spec.skip if _matches(linear, family, pattern)]
 
 
 def _matches(linear: Linear, family: Family, pattern: str) -> bool:
@@ -302,8 +325,7 @@ def _choose(
             names = ", ".join(family.linears)
             problems.append(f"skip: {pattern!r} matches no linear; linears of a layer are {names}, and {family.head}")
     for linear in linears:
-        matching = [pattern for pattern in spec.skip if _matches(linear, family, pattern)]
-        if matching:
+        if matching := _skipping(spec, family, linear):
             kept.append((linear.name, f"skip: {matching[0]}"))
         elif linear.layer is None and not spec.quantize_head:
             kept.append((linear.name, "lm_head: keep" + (" (tied to the embedding)" if tied else "")))

@@ -64,12 +64,12 @@ def within(model: OpenedModel, plan: TargetPlan, parts: Mapping[str, float], bit
     Args:
         plan: with everything quantised that may be.
         parts: as from `sensitivities`.
-        bits: per weight, on the mean over the plan's linears, at most.
+        bits: per weight, on the mean over the plan's linears and those that it skips, at most.
     """
     grids = {linear.name: plan.grid(linear.columns) for linear in plan.linears}
     candidates = skips(model.family, plan.linears, parts, grids, plan.dtype)
-    kept = best(candidates, (bits - plan.bits_per_weight) * plan.weights)
-    return [Row(skip.linears, skip.kl, skip.extra_bits / plan.weights, skip in kept) for skip in candidates]
+    kept = best(candidates, (bits - plan.bits_per_weight) * plan.counted)
+    return [Row(skip.linears, skip.kl, skip.extra_bits / plan.counted, skip in kept) for skip in candidates]
 
 
 def best(candidates: Sequence[Skip], capacity: float) -> list[Skip]:

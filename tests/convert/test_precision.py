@@ -28,6 +28,9 @@ def test_a_budget_is_spent_on_the_most_sensitive_linears(tmp_path: Path) -> None
     kept = [name for row in rows if row["kept"] for name in row["linears"]]
     assert kept and len(kept) < 14
     assert 5.0 + sum(row["extra_bits"] for row in rows if row["kept"]) <= 7.5
+    mean = 5.0 + sum(row["extra_bits"] for row in rows if row["kept"])
+    assert artifact.bits_per_weight == pytest.approx(mean) == artifact.ledger.target["bits_per_weight"]
+    assert artifact.ledger.validation and artifact.ledger.validation["report"]["bits_per_weight"] == pytest.approx(mean)
     (note,) = (note for note in artifact.ledger.notes if "linears stay in bfloat16" in note)
     assert note.startswith(f"bits_per_weight: {len(kept)} of 14 linears stay in bfloat16, ") and note in result.output
     source, expansion = Folder(file.parent / "model"), Expansion(artifact)
@@ -49,7 +52,8 @@ def test_a_budget_is_spent_on_the_most_sensitive_linears(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("family", "target", "problem"),
     [
-        ("llama", {"bits_per_weight": 4.9}, "bits_per_weight: expected more than the grid's 5, found 4.9"),
+        ("llama", {"bits_per_weight": 4.9}, "bits_per_weight: expected more than the 5 without it, found 4.9"),
+        ("llama", {"bits_per_weight": 6, "skip": ["*down_proj"]}, "expected more than the 7.444 without it, found 6"),
         ("llama", {"bits_per_weight": 3}, "targets[0].bits_per_weight: expected more than 4, found 3"),
         (
             "spark2_5",
@@ -72,3 +76,26 @@ def test_a_budget_without_calibration_text_is_refused(tmp_path: Path) -> None:
     write_yaml(file.parent, {k: v for k, v in content.items() if k != "calibration"})
     result = invoke("run", file)
     assert result.exit_code == 2 and "bits_per_weight measures on calibration text" in result.output.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "share"),
+    [
+        # Of a layer's weights: query, key, value and output projection of 128 channels; the MLP's are 3 times 256.
+        ("llama", {"lm_head": "keep", "skip": ["self_attn.*"]}, 49_152 / 147_456),
+        ("phi3", {"lm_head": "keep", "skip": ["self_attn.*"]}, 49_152 / 147_456),
+        # The tied head's 512 rows of 128 beside two layers. A head that is kept as a head does not count.
+        ("llama", {"lm_head": "quantize", "skip": ["lm_head"]}, 65_536 / (65_536 + 2 * 147_456)),
+        ("llama", {"lm_head": "keep", "skip": []}, 0),
+    ],
+)
+def test_skipped_linears_count_with_their_own_bits(
+    tmp_path: Path, family: str, options: dict[str, Any], share: float
+) -> None:
+    target = {"name": "skips", "format": "tinygemm", "group_size": 32, "method": "rtn", **options}
+    file = project(tmp_path / "p", family, targets=[target])
+    result = invoke("run", file)
+    assert result.exit_code == 0, result.output
+    artifact = Artifact(file.parent / "output" / "skips")
+    assert artifact.bits_per_weight == pytest.approx(5 + (16 - 5) * share)
+    assert artifact.ledger.target["bits_per_weight"] == pytest.approx(artifact.bits_per_weight)
