@@ -20,7 +20,6 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from calibrate.grid import check_finite
 from calibrate.products import gram
 from calibrate.replay import Replay, batches
 from calibrate.results import save_tensors
@@ -175,11 +174,7 @@ class _Run:
             self.fisher.write("hidden", 0, hidden)
         for index in range(start, len(self.replay)):
             self._say(index)
-            with self.replay.layer(index) as layer:
-                for name, _ in layer.named_parameters():
-                    full = f"{self.replay.prefix(index)}.{name}"
-                    # From the file: a cast to the compute dtype could hide or make an infinity.
-                    check_finite(f"{self.name}: {full}", self.replay.read(full))
+            with self.replay.layer(index, self.replay.read_finite) as layer:
                 hidden = [self.replay.run(layer, index, h) for h in hidden]
             self.fisher.write("hidden", index + 1, hidden)
 

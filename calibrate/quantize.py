@@ -176,11 +176,8 @@ def groups(family: Family, prefix: str, linears: Sequence[Linear]) -> list[list[
 
 def _layer(run: _Run, index: int, linears: list[Linear]) -> None:
     """Each group of linears sees what the groups before it, quantised, give."""
-    with run.replay.layer(index) as layer:
+    with run.replay.layer(index, run.replay.read_finite) as layer:
         prefix = run.replay.prefix(index) + "."
-        for name in dict.fromkeys(linear.module for linear in linears):
-            # From the file, not from the module: a cast to the compute dtype could hide or make an infinity.
-            check_finite(f"{run.checkpoint.name}: {name}.weight", run.checkpoint.read(f"{name}.weight"))
         found = QuantizedLayer()
         loss = None if run.fisher is None else run.fisher.load(index)
         together = {g[0].module.removeprefix(prefix): g for g in groups(run.replay.family, prefix, linears)}

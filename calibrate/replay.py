@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from calibrate.grid import check_finite
 from models.checkpoint import Checkpoint
 from models.family import Family, family_of
 from models.memory import give_back
@@ -67,7 +68,7 @@ class Replay:
     """
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, attention: str = "sdpa") -> None:
-        self.dtype = dtype
+        self.name, self.dtype = checkpoint.name, dtype
         self.family: Family = family_of(checkpoint.config, checkpoint.name)
         self.model: PreTrainedModel = skeleton(checkpoint, dtype, attention)
         self.read: Reader = reader(checkpoint, self.model)
@@ -84,6 +85,16 @@ class Replay:
 
     def prefix(self, layer: int) -> str:
         return f"{self.family.layers}.{layer}"
+
+    def read_finite(self, name: str) -> torch.Tensor:
+        """A parameter as it stands in the file: a cast to the compute dtype could hide or make an infinity.
+
+        Raises:
+            BadInput: for one that is not finite, naming tensor and index.
+        """
+        value = self.read(name)
+        check_finite(f"{self.name}: {name}", value)
+        return value
 
     @torch.no_grad()
     def embed(self, batches: list[torch.Tensor]) -> list[torch.Tensor]:
