@@ -33,6 +33,8 @@ QUALITY: Mapping[str, tuple[str, ...]] = {
     "balanced": ("gptq", "refine"),
     "best": ("fisher", "gptq", "refine"),
 }
+# What `best` begins with where the engine rounds activations to int8.
+SMOOTHED: Mapping[str, tuple[str, ...]] = {"gptq": ("awq",)}
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,9 @@ class Target(PhoneKeys):
     zero: ZeroKind = Field(default_factory=lambda data: "none" if data["symmetric"] else _rules(data["format"]).zero)
     quality: Literal["fast", "balanced", "best"] | None = None
     method: Annotated[list[str], Field(min_length=1), BeforeValidator(list_of_one)] = Field(
-        default_factory=lambda data: list(QUALITY[data["quality"]]) if data.get("quality") else ["search"]
+        default_factory=lambda data: (
+            quality_methods(data["quality"], data["format"]) if data.get("quality") else ["search"]
+        )
     )
     bits_per_weight: Annotated[float, Field(gt=4, lt=16)] | None = None
     lm_head: HeadPolicy = Field(default_factory=lambda data: _rules(data["format"]).lm_head)
@@ -168,7 +172,7 @@ class Target(PhoneKeys):
     def _methods_known(cls, method: list[str], info: ValidationInfo) -> list[str]:
         quality = info.data.get("quality")
         if quality is not None:
-            methods = ", ".join(QUALITY[quality])
+            methods = ", ".join(quality_methods(quality, info.data.get("format", "auto")))
             raise broken_rule(f"`quality: {quality}` stands for [{methods}] already: leave one of the two keys out")
         known = PHONE_METHODS if info.data.get("format") == "phone" else tuple(METHODS)
         for name in method:
@@ -186,6 +190,12 @@ class Target(PhoneKeys):
         if device is not None and not resolve_path(device, folder_of(info)).is_file():
             raise broken_rule(f"no such file: {resolve_path(device, folder_of(info))}")
         return device
+
+
+def quality_methods(quality: str, format: str) -> list[str]:
+    """What a `quality` stands for."""
+    before = SMOOTHED.get(format, ()) if quality == "best" else ()
+    return [*before, *QUALITY[quality]]
 
 
 def _rules(format: str) -> FormatRules:
