@@ -109,13 +109,11 @@ class Passage:
                 *before, x = first_inputs(read, partial(replay.run, self.layer, self.index, hidden))
             if keeps:
                 self._kept.append(x)
-            source, wanted = self._source[first][i] if self._source else None, None
-            if source is not None and norm is not None:
-                lacks, linear = self._source[norm][i] - before[0], read[-1]
-                assert isinstance(linear, nn.Linear)
-                given = source if linear.bias is None else source - linear.bias
-                source, wanted = None, lacks + given
-            seen.add(x, source, None if parts is None else parts[i], wanted)
+            weights, source = None if parts is None else parts[i], self._source[first][i] if self._source else None
+            if source is None or norm is None:
+                seen.add(x, source, weights)
+            else:
+                seen.add(x, None, weights, self._source[norm][i] - before[0] + _without_bias(source, read[-1]))
         needed = {*self._left, *map(self._norm_before, self._left)}
         self._source = {name: tensors for name, tensors in self._source.items() if name in needed}
         return seen.inputs()
@@ -130,3 +128,8 @@ class Passage:
     def leave(self) -> None:
         """All groups have; the stream goes on behind the layer."""
         self.stream.advance(self.layer, self.index, self._finished)
+
+
+def _without_bias(outputs: torch.Tensor, linear: nn.Module) -> torch.Tensor:
+    assert isinstance(linear, nn.Linear)
+    return outputs if linear.bias is None else outputs - linear.bias
