@@ -184,12 +184,15 @@ def draw(rows: list[dict[str, Any]], file: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
+    from cycler import cycler
     from matplotlib import pyplot, ticker
 
     figure, axes = pyplot.subplots(figsize=(7, 5))
+    # More lines than there are colours.
+    axes.set_prop_cycle(cycler(marker=("o", "s", "^")) * pyplot.rcParams["axes.prop_cycle"])
     for methods in dict.fromkeys(row["methods"] for row in rows):
         points = sorted((row["bits_per_weight"], row["perplexity_ratio"]) for row in rows if row["methods"] == methods)
-        axes.plot(*zip(*points, strict=True), "o-", label=methods)
+        axes.plot(*zip(*points, strict=True), label=methods)
     axes.set_xlabel("bits per weight")
     axes.set_ylabel("perplexity, ratio to bf16")
     axes.set_yscale("log")
