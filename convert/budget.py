@@ -26,7 +26,10 @@ def kept_plan(plan: TargetPlan, view: OpenedModel, names: Sequence[str]) -> Targ
         skip=(*plan.spec.skip, *patterns([Skip(tuple(names), 0.0, 0.0)], family)),
         quantize_head=plan.spec.quantize_head and family.head not in names,
     )
-    return make_plan(spec, view.checkpoint, family, view.linears, plan.dtype)
+    kept = make_plan(spec, view.checkpoint, family, view.linears, plan.dtype)
+    # Patterns name no head.
+    head = tuple(linear for linear in plan.linears if linear.layer is None and linear.name in names)
+    return replace(kept, left=(*kept.left, *head))
 
 
 def check_budget(plan: TargetPlan, view: OpenedModel) -> None:

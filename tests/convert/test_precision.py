@@ -99,3 +99,15 @@ def test_skipped_linears_count_with_their_own_bits(
     artifact = Artifact(file.parent / "output" / "skips")
     assert artifact.bits_per_weight == pytest.approx(5 + (16 - 5) * share)
     assert artifact.ledger.target["bits_per_weight"] == pytest.approx(artifact.bits_per_weight)
+
+
+def test_a_head_that_a_budget_keeps_counts_too(tmp_path: Path) -> None:
+    target = {**TARGET, "lm_head": "quantize", "method": "rtn", "bits_per_weight": 15.5}
+    file = project(tmp_path / "p", targets=[target])
+    result = invoke("run", file)
+    assert result.exit_code == 0, result.output
+    artifact = Artifact(file.parent / "output" / "tinygemm")
+    kept = {name: row["extra_bits"] for row in artifact.ledger.precision if row["kept"] for name in row["linears"]}
+    assert "lm_head" in kept
+    mean = 5.0 + sum(row["extra_bits"] for row in artifact.ledger.precision if row["kept"])
+    assert artifact.bits_per_weight == pytest.approx(mean) == artifact.ledger.target["bits_per_weight"]

@@ -248,8 +248,10 @@ def test_every_advised_target_can_be_run(workshop: Workshop, case: str, format: 
         if "skip" not in entry["change"]:
             assert plan.bits_per_weight - built.plan.bits_per_weight == pytest.approx(extra)
         else:
-            kept = built.plan.weights - plan.weights
-            bits = 16 * kept + plan.bits_per_weight * plan.weights - built.plan.bits_per_weight * built.plan.weights
+            # Skipped linears are in the plan's mean; a head that is kept as a head is not.
+            head = built.plan.weights - plan.counted
+            assert (head > 0) == ("lm_head" in entry["change"])
+            bits = 16 * head + plan.bits_per_weight * plan.counted - built.plan.bits_per_weight * built.plan.weights
             assert bits / built.plan.weights == pytest.approx(extra)
 
 
