@@ -242,6 +242,17 @@ class _Gradients:
         return [product / count for product in self.products]
 
 
+def draw(probabilities: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """One index for each row of probabilities [rows, count]: int64 [rows, 1].
+
+    torch.multinomial draws a random number for each of the count; the sums up to each take one for all.
+    """
+    sums = probabilities.cumsum(-1)
+    places = torch.rand(len(sums), 1, generator=generator) * sums[:, -1:]
+    # The first sum above the place: an index of probability 0 adds nothing and is never it.
+    return torch.searchsorted(sums, places, right=True).clamp_max_(sums.shape[1] - 1)
+
+
 def _drawn(
     logits: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     ids: torch.Tensor,
@@ -252,7 +263,7 @@ def _drawn(
     hidden = hidden.detach().requires_grad_()
     found = logits(ids[None], hidden[None])[0]
     gradient = torch.softmax(found.detach().float(), -1)
-    drawn = torch.multinomial(gradient, 1, generator=generator)
+    drawn = draw(gradient, generator)
     gradient.scatter_add_(1, drawn, torch.full_like(gradient[:, :1], -1.0))
     found.backward(gradient.to(found.dtype))
     assert hidden.grad is not None

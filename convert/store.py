@@ -20,7 +20,7 @@ from models.files import replace_file, to_json
 STAGE_VERSIONS = {
     "generated": 1,
     "calibrate": 5,
-    "fisher": 2,
+    "fisher": 3,
     "sensitivity": 1,
     "observe": 1,
     "reference": 1,

@@ -1,13 +1,22 @@
-"""Linears of 16-bit numbers on processors that multiply none: their products in fp32, rounded once.
+"""Linears and attention of 16-bit numbers on processors that multiply none: their products in fp32, rounded once.
 
-Where oneDNN has no product for the dtype, torch's own loop is several times slower than fp32 (measured by
-`tests/benchmarks/wide.py`). Both sum in fp32, so that only the order of the sum differs.
+Where oneDNN has no product for the dtype, torch's own loops are several times slower than fp32 (measured by
+`tests/benchmarks/wide.py`). Linears sum in fp32 both ways, so that only the order of the sum differs; torch's attention
+of 16-bit numbers rounds its weights to 16 bits too, which this one does not.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+# transformers' name for `attend`.
+ATTENTION = "sdpa_in_fp32"
 
 # Rows of inputs from which on converting the weight costs less than the slow product.
 ROWS = 4
@@ -50,6 +59,45 @@ class WideLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return linear(input, self.weight, self.bias)
+
+
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention by torch's scaled dot product, of fp32 copies; differentiable.
+
+    Args:
+        query: [batch, heads, tokens, head_dim].
+        key, value: [batch, kv heads, tokens so far, head_dim].
+        attention_mask: as `sdpa_mask` makes it.
+
+    Returns:
+        [batch, tokens, heads, head_dim] in the query's dtype, and None for the weights.
+    """
+    batch, rows = len(key), max(1, BLOCK // key[0].numel())
+    if attention_mask is not None:
+        attention_mask = attention_mask.expand(batch, -1, -1, -1)
+    parts = []
+    for start in range(0, batch, rows):
+        part = slice(start, start + rows)
+        mask = None if attention_mask is None else attention_mask[part]
+        output, _ = sdpa_attention_forward(module, *(t[part].float() for t in (query, key, value)), mask, **kwargs)
+        parts.append(output.to(query.dtype))
+    return torch.cat(parts), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)
+ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, sdpa_mask)
+
+
+def attention(name: str, dtype: torch.dtype) -> str:
+    """transformers' name of the attention to use for numbers of ``dtype`` where the one called ``name`` is wanted."""
+    return ATTENTION if name == "sdpa" and not multiplies(dtype) else name
 
 
 def widen(model: nn.Module, dtype: torch.dtype) -> None:

@@ -1,4 +1,4 @@
-"""Products of 16-bit numbers: where they are computed in fp32, and that they come to the same."""
+"""Products and attention of 16-bit numbers: where they are computed in fp32, and that they come to the same."""
 
 from pathlib import Path
 
@@ -8,9 +8,9 @@ from torch import nn
 
 from models import wide
 from models.checkpoint import Folder
-from models.skeleton import skeleton
+from models.skeleton import load_model, skeleton
 from models.wide import WideLinear, linear, multiplies
-from tests.helpers import tiny_checkpoint
+from tests.helpers import tiny_checkpoint, tokens
 
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -45,6 +45,60 @@ def test_gradients_are_those_of_the_product_in_16_bits(narrow: None) -> None:
     assert x.grad.dtype == weight.grad.dtype == torch.bfloat16
     torch.testing.assert_close(x.grad.double(), g.double() @ weight.double(), rtol=0.004, atol=1e-4)
     torch.testing.assert_close(weight.grad.double(), g.double().t() @ x.double(), rtol=0.004, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("new", "before", "masked"), [(24, 0, False), (24, 0, True), (24, 8, True), (1, 31, False)])
+def test_attention_and_its_gradients_are_the_fp64_ones_rounded(
+    narrow: None, dtype: torch.dtype, new: int, before: int, masked: bool
+) -> None:
+    """In blocks of one window and of several, causal and under a mask; a token alone reads all before it."""
+    generator = torch.Generator().manual_seed(0)
+    heads, kv_heads, head_dim = 6, 2, 16
+    shapes = ((3, heads, new, head_dim), *[(3, kv_heads, before + new, head_dim)] * 2, (3, new, heads, head_dim))
+    query, key, value, g = (torch.randn(*shape, generator=generator).to(dtype) for shape in shapes)
+    module = nn.Module()
+    module.num_key_value_groups = heads // kv_heads  # type: ignore[assignment]
+    module.is_causal = True  # type: ignore[assignment]
+    seen = torch.ones(new, before + new, dtype=torch.bool).tril(before)
+    mask = (seen & (torch.rand(3, 1, new, before + new, generator=generator) > 0.3)) | torch.eye(
+        new, before + new, dtype=torch.bool
+    )
+    exact = [t.double().requires_grad_() for t in (query, key, value)]
+    found = [t.clone().requires_grad_() for t in (query, key, value)]
+    scores = exact[0] @ exact[1].repeat_interleave(3, 1).mT * 0.3
+    weights = scores.masked_fill(~(mask if masked else seen), -torch.inf).softmax(-1)
+    expected = (weights @ exact[2].repeat_interleave(3, 1)).transpose(1, 2)
+    expected.backward(g.double())
+    output, _ = wide.attend(module, *found, mask if masked else None, scaling=0.3, dropout=0.0)
+    output.backward(g)
+    assert output.dtype == dtype
+    half = 0.5 * torch.finfo(dtype).eps
+    torch.testing.assert_close(output.double(), expected, rtol=half + 1e-6, atol=1e-5)
+    for ours, theirs in zip(found, exact, strict=True):
+        assert ours.grad is not None and theirs.grad is not None and ours.grad.dtype == dtype
+        torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=half + 1e-6, atol=1e-4)
+
+
+def test_a_models_attention_is_the_same_function_in_fp32(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The mask of a padded batch included, which transformers makes by the attention's name."""
+    checkpoint = Folder(tiny_checkpoint(tmp_path))
+    ids = tokens(2, 12)
+    padded = torch.ones_like(ids)
+    padded[1, :5] = 0
+    logits = []
+    for slow in (True, False):
+        monkeypatch.setattr(wide, "multiplies", lambda dtype, slow=slow: not slow)
+        model = load_model(checkpoint, torch.float32)
+        assert (model.config._attn_implementation == wide.ATTENTION) == slow
+        logits.append(model(input_ids=ids, attention_mask=padded).logits)
+    torch.testing.assert_close(*logits)
+
+
+def test_only_torchs_own_attention_is_replaced(narrow: None) -> None:
+    assert wide.attention("sdpa", torch.bfloat16) == wide.ATTENTION
+    assert wide.attention("sdpa", torch.float32) == "sdpa"
+    assert wide.attention("eager", torch.bfloat16) == "eager"
 
 
 def test_a_models_linears_are_wide_only_where_16_bit_products_are_slow(
