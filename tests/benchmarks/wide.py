@@ -78,8 +78,8 @@ def main() -> None:
         weight = torch.randn(outputs, columns).bfloat16()
         for rows in ROWS:
             x = torch.randn(rows, columns).bfloat16()
-            own = cost(lambda x=x, weight=weight: functional.linear(x, weight))
-            fp32 = cost(lambda x=x, weight=weight: wide.through_fp32(x, weight))
+            own = cost(partial(functional.linear, x, weight))
+            fp32 = cost(partial(wide.through_fp32, x, weight))
             print(f"{columns:7}{outputs:7}{rows:7}{own * 1e3:11.3f}{fp32 * 1e3:11.3f}{own / fp32:8.2f}", flush=True)
     show_attention()
 

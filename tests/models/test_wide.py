@@ -70,7 +70,8 @@ def test_attention_and_its_gradients_are_the_fp64_ones_rounded(
     weights = scores.masked_fill(~(mask if masked else seen), -torch.inf).softmax(-1)
     expected = (weights @ exact[2].repeat_interleave(3, 1)).transpose(1, 2)
     expected.backward(g.double())
-    output, _ = wide.attend(module, *found, mask if masked else None, scaling=0.3, dropout=0.0)
+    q, k, v = found
+    output, _ = wide.attend(module, q, k, v, mask if masked else None, scaling=0.3, dropout=0.0)
     output.backward(g)
     assert output.dtype == dtype
     half = 0.5 * torch.finfo(dtype).eps
