@@ -90,6 +90,11 @@ class Smoother:
     head_dim: int
     dtype: torch.dtype
 
+    def changes(self, prefix: str, group: Sequence[Linear]) -> tuple[str, ...]:
+        """Modules by names inside a layer, the group's own among them, whose weights `smooth` may change."""
+        link = link_of(self.family, [linear.name.removeprefix(prefix) for linear in group])
+        return () if link is None else (link.writer, *link.readers)
+
     def smooth(
         self, layer: nn.Module, prefix: str, group: Sequence[Linear], grid: Grid, inputs: Inputs, found: QuantizedLayer
     ) -> torch.Tensor | None:

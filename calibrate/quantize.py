@@ -184,8 +184,12 @@ def _layer(run: _Run, index: int, linears: list[Linear]) -> None:
         passage = None
         if run.stream is not None:
             modules = {first: [linear.module for linear in group] for first, group in together.items()}
-            # Smoothing changes what was quantised before.
-            passage = Passage(run.stream, layer, index, modules, stays=run.smoother is None)
+            also = (
+                {}
+                if run.smoother is None
+                else {first: run.smoother.changes(prefix, g) for first, g in together.items()}
+            )
+            passage = Passage(run.stream, layer, index, modules, also)
         for first, group in together.items():
             inputs, factors = None, None
             if passage is not None:
@@ -205,7 +209,7 @@ def _layer(run: _Run, index: int, linears: list[Linear]) -> None:
             for name, weight in rows.items():
                 weight.copy_(found.linears[name].dequantize(run.recipe.dtype))
             if passage is not None:
-                passage.quantized(first)
+                passage.quantized(first, moved=factors is not None)
         if passage is not None:
             passage.leave()
         run.results.save(index, found, None if run.stream is None else run.stream.hidden)

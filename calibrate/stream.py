@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -69,15 +69,20 @@ class Passage:
         index: the layer's number.
         groups: modules of the layer that are quantised, in the order of computation, by the first of those that read
             the same input.
-        stays: whether what a module gives stays as it is once it was quantised, so that it need not run again.
+        also: other modules that change when a group is quantised.
     """
 
     def __init__(
-        self, stream: Stream, layer: nn.Module, index: int, groups: Mapping[str, Sequence[str]], stays: bool
+        self,
+        stream: Stream,
+        layer: nn.Module,
+        index: int,
+        groups: Mapping[str, Sequence[str]],
+        also: Mapping[str, Sequence[str]],
     ) -> None:
         self.stream, self.layer, self.index = stream, layer, index
         self._left = {first: set(modules) for first, modules in groups.items()}
-        self._stays, self._finished = stays, Finished(layer)
+        self._also, self._finished = also, Finished(layer)
         self._kept: list[torch.Tensor] = []
         self._source: dict[str, list[torch.Tensor]] = {}
         if stream.compares:
@@ -98,15 +103,16 @@ class Passage:
             seen: gets it.
             counts: what each token counts.
         """
-        replay, batches = self.stream.replay, self.stream.hidden.quantized
+        batches = self.stream.hidden.quantized
         modules = self._left.pop(first)
-        keeps = self._stays and len(modules) == 1 and Finished.ends_part(first, list(self._left))
+        later = [module for name in self._left for module in (name, *self._also.get(name, ()))]
+        keeps = len(modules) == 1 and Finished.ends_part(first, later)
         parts = None if counts is None else counts.split([hidden.shape[:2].numel() for hidden in batches])
         norm = self._norm_before(first) if self._source else None
         read = [self.layer.get_submodule(name) for name in (norm, first) if name is not None]
-        for i, hidden in enumerate(batches):
+        for i in range(len(batches)):
             with self._finished.standing_in(i):
-                *before, x = first_inputs(read, partial(replay.run, self.layer, self.index, hidden))
+                *before, x = first_inputs(read, self._run(i))
             if keeps:
                 self._kept.append(x)
             weights, source = None if parts is None else parts[i], self._source[first][i] if self._source else None
@@ -118,12 +124,18 @@ class Passage:
         self._source = {name: tensors for name, tensors in self._source.items() if name in needed}
         return seen.inputs()
 
-    def quantized(self, first: str) -> None:
-        """The group has its final weights."""
+    def quantized(self, first: str, moved: bool) -> None:
+        """The group has its final weights; ``moved`` says whether what it reads has changed with them."""
         if self._kept:
-            run = partial(self.stream.replay.run, self.layer, self.index, self.stream.hidden.quantized[0])
-            self._finished.keep(first, self._kept, run)
+            module = self.layer.get_submodule(first)
+            for i in range(len(self._kept)) if moved else ():
+                with self._finished.standing_in(i):
+                    (self._kept[i],) = first_inputs([module], self._run(i))
+            self._finished.keep(first, self._kept, self._run(0))
             self._kept = []
+
+    def _run(self, batch: int) -> Callable[[], torch.Tensor]:
+        return partial(self.stream.replay.run, self.layer, self.index, self.stream.hidden.quantized[batch])
 
     def leave(self) -> None:
         """All groups have; the stream goes on behind the layer."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from calibrate import links
 from calibrate.finished import Finished
 from calibrate.fisher import measure
 from calibrate.grid import Grid
@@ -40,7 +43,9 @@ def quantized(model: OpenedModel, method: tuple[str, ...], folder: Path, skip: s
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
-@pytest.mark.parametrize("method", [("search",), ("fisher", "gptq", "refine"), ("awq", "gptq")])
+@pytest.mark.parametrize(
+    "method", [("search",), ("fisher", "gptq", "refine"), ("awq", "gptq"), ("awq", "search", "refine")]
+)
 def test_what_is_kept_is_to_the_bit_what_another_run_would_give(
     model_type: str, method: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,6 +84,30 @@ def test_attention_and_mlp_run_once_for_each_window_beside_the_source(
     # The source's layer and the quantised one, and once more the first batch of two windows, which shows that it holds.
     assert runs["256 to 128"] == 2 * WINDOWS.numel() + 2 * 24
     assert runs["128 to 256"] == 2 * runs["256 to 128"]
+
+
+@pytest.mark.parametrize("accepted", [True, False])
+def test_attention_runs_no_more_behind_its_own_last_linear_where_channels_are_smoothed(
+    accepted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only for the inputs of that linear, once more where smoothing has changed them: later links lie outside."""
+    model = open_model(Folder(tiny_checkpoint(tmp_path / "model", "llama", num_hidden_layers=1)))
+    search = links.smoothing
+    monkeypatch.setattr(
+        links, "smoothing", lambda *a, **k: replace(search(*a, **k), before=1.0, after=0.0 if accepted else 2.0)
+    )
+    runs = 0
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def counted(query: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
+        nonlocal runs
+        runs += query.shape[0] * query.shape[2]
+        return attention(query, *arguments, **named)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
+    quantized(model, ("awq", "gptq"), tmp_path / "run")
+    # The source's layer and the quantised one, and the first batch of two windows once more, which shows that it holds.
+    assert runs == (3 if accepted else 2) * WINDOWS.numel() + 2 * 24
 
 
 def returned(given: str, y: torch.Tensor) -> object:
