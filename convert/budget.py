@@ -29,7 +29,7 @@ def kept_plan(plan: TargetPlan, view: OpenedModel, names: Sequence[str]) -> Targ
     kept = make_plan(spec, view.checkpoint, family, view.linears, plan.dtype)
     # Patterns name no head.
     head = tuple(linear for linear in plan.linears if linear.layer is None and linear.name in names)
-    return replace(kept, left=(*kept.left, *head))
+    return replace(kept, skipped=(*kept.skipped, *head))
 
 
 def check_budget(plan: TargetPlan, view: OpenedModel) -> None:

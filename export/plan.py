@@ -205,18 +205,14 @@ class TargetPlan(Plan):
     Attributes:
         tied: whether the source's head shares the embedding.
         head: the head's name.
-        left: linears that `skip` leaves.
+        skipped: linears that `skip`, or a budget, leaves.
     """
 
     spec: TargetSpec
     options: LayoutOptions
     tied: bool
     head: str
-    left: tuple[Linear, ...] = ()
-
-    @property
-    def skipped(self) -> tuple[Linear, ...]:
-        return self.left
+    skipped: tuple[Linear, ...] = ()
 
     @property
     def group_size(self) -> int:
@@ -300,8 +296,8 @@ def make_plan(
             problems += error.problems
     if problems:
         raise BadInput(f"target {spec.name} ({spec.format}): {problem}" for problem in problems)
-    left = tuple(linear for linear in linears if _skipping(spec, family, linear))
-    return TargetPlan(replace(spec, fused=fused), modules, kept, notes, dtype, options, tied, family.head, left)
+    skipped = tuple(linear for linear in linears if _skipping(spec, family, linear))
+    return TargetPlan(replace(spec, fused=fused), modules, kept, notes, dtype, options, tied, family.head, skipped)
 
 
 def _skipping(spec: TargetSpec, family: Family, linear: Linear) -> list[str]:

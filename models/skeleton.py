@@ -11,9 +11,9 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from models import wide
 from models.checkpoint import Checkpoint
 from models.errors import BadInput
+from models.wide import widen
 
 Reader = Callable[[str], torch.Tensor]
 
@@ -38,9 +38,8 @@ def skeleton(checkpoint: Checkpoint, dtype: torch.dtype, attention: str = "sdpa"
     config = model_config(checkpoint)
     # Random numbers on the meta device are most of the time otherwise, and no parameter keeps them.
     with _bad_values(checkpoint), init_empty_weights(include_buffers=False), no_init_weights():
-        chosen = wide.attention(attention, dtype)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=chosen)
-    wide.widen(model, dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    widen(model, dtype)
     return model.eval()
 
 

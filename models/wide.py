@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
 # transformers' name for `attend`.
 ATTENTION = "sdpa_in_fp32"
@@ -95,15 +95,13 @@ ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)
 ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, sdpa_mask)
 
 
-def attention(name: str, dtype: torch.dtype) -> str:
-    """transformers' name of the attention to use for numbers of ``dtype`` where the one called ``name`` is wanted."""
-    return ATTENTION if name == "sdpa" and not multiplies(dtype) else name
-
-
-def widen(model: nn.Module, dtype: torch.dtype) -> None:
-    """Gives a model's linears the faster product, where parameters of ``dtype`` need another than torch's."""
+def widen(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Gives a model's linears and its attention, where that is torch's, the faster products, where parameters of
+    ``dtype`` need others than torch's."""
     if multiplies(dtype):
         return
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = WideLinear
+    if model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation(ATTENTION)

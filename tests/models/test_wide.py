@@ -10,7 +10,7 @@ from models import wide
 from models.checkpoint import Folder
 from models.skeleton import load_model, skeleton
 from models.wide import WideLinear, linear, multiplies
-from tests.helpers import tiny_checkpoint, tokens
+from tests.helpers import MODEL_TYPES, tiny_checkpoint, tokens
 
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -96,10 +96,14 @@ def test_a_models_attention_is_the_same_function_in_fp32(monkeypatch: pytest.Mon
     torch.testing.assert_close(*logits)
 
 
-def test_only_torchs_own_attention_is_replaced(narrow: None) -> None:
-    assert wide.attention("sdpa", torch.bfloat16) == wide.ATTENTION
-    assert wide.attention("sdpa", torch.float32) == "sdpa"
-    assert wide.attention("eager", torch.bfloat16) == "eager"
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize(("given", "found"), [("sdpa", wide.ATTENTION), ("eager", "eager")])
+def test_only_torchs_own_attention_is_replaced(
+    narrow: None, model_type: str, given: str, found: str, tmp_path: Path
+) -> None:
+    checkpoint = Folder(tiny_checkpoint(tmp_path, model_type))
+    assert skeleton(checkpoint, torch.bfloat16, given).config._attn_implementation == found
+    assert skeleton(checkpoint, torch.float32, given).config._attn_implementation == given
 
 
 def test_a_models_linears_are_wide_only_where_16_bit_products_are_slow(
