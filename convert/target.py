@@ -33,7 +33,7 @@ QUALITY: Mapping[str, tuple[str, ...]] = {
     "balanced": ("gptq", "refine"),
     "best": ("fisher", "gptq", "refine"),
 }
-# What `best` begins with where the engine rounds activations to int8.
+# What all but `fast` begin with where the engine rounds activations to int8.
 SMOOTHED: Mapping[str, tuple[str, ...]] = {"gptq": ("awq",)}
 
 
@@ -194,7 +194,7 @@ class Target(PhoneKeys):
 
 def quality_methods(quality: str, format: str) -> list[str]:
     """What a `quality` stands for."""
-    before = SMOOTHED.get(format, ()) if quality == "best" else ()
+    before = () if quality == "fast" else SMOOTHED.get(format, ())
     return [*before, *QUALITY[quality]]
 
 

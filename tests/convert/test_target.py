@@ -189,7 +189,7 @@ def test_a_quality_is_a_list_of_methods_for_every_format(tmp_path: Path) -> None
     for quality, usual in QUALITY.items():
         for format in ("gptq", "awq", "tinygemm"):
             # The kernel that serves gptq rounds activations to int8.
-            methods = [*(["awq"] if format == "gptq" and quality == "best" else []), *usual]
+            methods = [*(["awq"] if format == "gptq" and quality != "fast" else []), *usual]
             named = Target.model_validate({"format": format, "quality": quality}, context=tmp_path)
             auto = Target.model_validate({"format": "auto", "quality": quality}, context=tmp_path)
             resolved = auto.resolve(format)
@@ -199,7 +199,7 @@ def test_a_quality_is_a_list_of_methods_for_every_format(tmp_path: Path) -> None
 
 def test_a_quality_beside_a_method_is_refused(tmp_path: Path) -> None:
     (problem,) = problems(tmp_path, {"format": "gptq", "quality": "balanced", "method": "rtn"})
-    assert "targets[0].method: `quality: balanced` stands for [gptq, refine] already" in problem
+    assert "targets[0].method: `quality: balanced` stands for [awq, gptq, refine] already" in problem
 
 
 def test_one_method_may_stand_without_a_list(tmp_path: Path) -> None:
