@@ -86,16 +86,19 @@ def test_attention_and_mlp_run_once_for_each_window_beside_the_source(
     assert runs["128 to 256"] == 2 * runs["256 to 128"]
 
 
-@pytest.mark.parametrize("accepted", [True, False])
+@pytest.mark.parametrize(("accepted", "later"), [(True, False), (False, False), (False, True)])
 def test_attention_runs_no_more_behind_its_own_last_linear_where_channels_are_smoothed(
-    accepted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    accepted: bool, later: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only for the inputs of that linear, once more where smoothing has changed them: later links lie outside."""
+    """Only for the inputs of that linear, once more where smoothing has changed them; and for every group behind it
+    where a later link may change it."""
     model = open_model(Folder(tiny_checkpoint(tmp_path / "model", "llama", num_hidden_layers=1)))
     search = links.smoothing
     monkeypatch.setattr(
         links, "smoothing", lambda *a, **k: replace(search(*a, **k), before=1.0, after=0.0 if accepted else 2.0)
     )
+    if later:
+        monkeypatch.setattr(links.Smoother, "changes", lambda *_: ("self_attn.v_proj",))
     runs = 0
     attention = torch.nn.functional.scaled_dot_product_attention
 
@@ -107,7 +110,7 @@ def test_attention_runs_no_more_behind_its_own_last_linear_where_channels_are_sm
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
     quantized(model, ("awq", "gptq"), tmp_path / "run")
     # The source's layer and the quantised one, and the first batch of two windows once more, which shows that it holds.
-    assert runs == (3 if accepted else 2) * WINDOWS.numel() + 2 * 24
+    assert runs == (5 if later else 3 if accepted else 2) * WINDOWS.numel() + 2 * 24
 
 
 def returned(given: str, y: torch.Tensor) -> object:
