@@ -20,6 +20,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from calibrate.drawing import draw
 from calibrate.products import gram
 from calibrate.replay import Replay, batches
 from calibrate.results import save_tensors
@@ -240,17 +241,6 @@ class _Gradients:
     def outputs(self) -> list[torch.Tensor]:
         count = sum(map(len, self.sizes))
         return [product / count for product in self.products]
-
-
-def draw(probabilities: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """One index for each row of probabilities [rows, count]: int64 [rows, 1].
-
-    torch.multinomial draws a random number for each of the count; the sums up to each take one for all.
-    """
-    sums = probabilities.cumsum(-1)
-    places = torch.rand(len(sums), 1, generator=generator) * sums[:, -1:]
-    # The first sum above the place: an index of probability 0 adds nothing and is never it.
-    return torch.searchsorted(sums, places, right=True).clamp_max_(sums.shape[1] - 1)
 
 
 def _drawn(

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
+from calibrate.drawing import draw
 from calibrate.grid import check_finite
 from calibrate.results import save_tensors
 from models.checkpoint import Checkpoint
@@ -118,31 +119,29 @@ def _sample(
         watch(ids.shape[1])
         return torch.zeros(len(ids), dtype=torch.bool)
 
-    def checked(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        if not torch.isfinite(logits).all():
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Leaves of logits [size, vocabulary] only a token that is drawn by them."""
+        probabilities = torch.softmax(logits.float(), -1)
+        # A logit that is not a number, or positive and infinite, leaves none in its row.
+        if probabilities[:, 0].isnan().any():
             for name, parameter in model.named_parameters():
                 check_finite(name, parameter)
             raise BadInput(f"calibration: generated: logits that are not finite in {wanted.dtype}, of finite weights")
-        return logits
+        return torch.full_like(logits, -torch.inf).scatter_(1, draw(probabilities, generator), 0.0)
 
-    # Every setting that shapes the distribution, whatever the checkpoint prefers for its chats.
-    settings = GenerationConfig(
-        do_sample=True,
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
+    # In place of what the checkpoint prefers, of which transformers takes what is not said here.
+    model.generation_config = GenerationConfig(
+        do_sample=False,
         max_new_tokens=wanted.length - len(wanted.first) * wanted.keeps_first,
         eos_token_id=None,
         pad_token_id=0,
     )
-    # It draws from torch's own generator, and from no other.
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        ids: torch.Tensor = model.generate(
-            prompts,
-            generation_config=settings,
-            attention_mask=torch.ones_like(prompts),
-            logits_processor=LogitsProcessorList([checked]),
-            stopping_criteria=StoppingCriteriaList([told]),
-        )
+    ids: torch.Tensor = model.generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        logits_processor=LogitsProcessorList([drawn]),
+        stopping_criteria=StoppingCriteriaList([told]),
+    )
     return ids[:, -wanted.length :].contiguous()

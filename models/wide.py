@@ -1,8 +1,9 @@
-"""Linears and attention of 16-bit numbers on processors that multiply none: their products in fp32, rounded once.
+"""Linears and attention of 16-bit numbers where torch's own are slow: their products in fp32, rounded once.
 
-Where oneDNN has no product for the dtype, torch's own loops are several times slower than fp32 (measured by
-`tests/benchmarks/wide.py`). Linears sum in fp32 both ways, so that only the order of the sum differs; torch's attention
-of 16-bit numbers rounds its weights to 16 bits too, which this one does not.
+Where oneDNN has no product for the dtype, torch's own loops are several times slower than fp32; and the attention of
+one new token is so on every processor (measured by `tests/benchmarks/wide.py`). Linears sum in fp32 both ways, so that
+only the order of the sum differs; torch's attention of 16-bit numbers rounds its weights to 16 bits too, which this one
+does not.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 # transformers' name for `attend`.
 ATTENTION = "sdpa_in_fp32"
 
+NARROW = (torch.bfloat16, torch.float16)
 # Rows of inputs from which on converting the weight costs less than the slow product.
 ROWS = 4
 # Weights converted at a time: they stay in cache until they are multiplied.
@@ -26,7 +28,7 @@ BLOCK = 1 << 18
 
 def multiplies(dtype: torch.dtype) -> bool:
     """Whether this processor's matrix products of a dtype are at least as fast as fp32's."""
-    if dtype not in (torch.bfloat16, torch.float16):
+    if dtype not in NARROW:
         return True
     if not torch.backends.mkldnn.is_available():
         return False
@@ -69,7 +71,7 @@ def attend(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention by torch's scaled dot product, of fp32 copies; differentiable.
+    """transformers' attention by torch's scaled dot product, of fp32 copies where those are faster; differentiable.
 
     Args:
         query: [batch, heads, tokens, head_dim].
@@ -79,6 +81,9 @@ def attend(
     Returns:
         [batch, tokens, heads, head_dim] in the query's dtype, and None for the weights.
     """
+    if multiplies(query.dtype) and query.shape[2] > 1:
+        output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        return output, None
     batch, rows = len(key), max(1, BLOCK // key[0].numel())
     if attention_mask is not None:
         attention_mask = attention_mask.expand(batch, -1, -1, -1)
@@ -96,12 +101,13 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, sdpa_mask)
 
 
 def widen(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Gives a model's linears and its attention, where that is torch's, the faster products, where parameters of
-    ``dtype`` need others than torch's."""
-    if multiplies(dtype):
+    """Gives a model of 16-bit parameters the faster products: its linears where this processor multiplies none of
+    ``dtype``, and its attention where that is torch's."""
+    if dtype not in NARROW:
         return
-    for module in model.modules():
-        if type(module) is nn.Linear:
-            module.__class__ = WideLinear
+    if not multiplies(dtype):
+        for module in model.modules():
+            if type(module) is nn.Linear:
+                module.__class__ = WideLinear
     if model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(ATTENTION)

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from calibrate import fisher
+from calibrate.drawing import draw
 from calibrate.fisher import LayerFisher, measure
 from models.checkpoint import Folder
 from models.errors import BadInput
@@ -45,7 +46,7 @@ def whole(model: OpenedModel, windows: torch.Tensor, seed: int) -> dict[str, tor
     whole.get_input_embeddings().register_forward_hook(lambda _, __, output: output.requires_grad_())
     logits = whole(input_ids=windows, use_cache=False).logits.flatten(0, 1)
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.cat([fisher.draw(torch.softmax(part.detach(), -1), generator) for part in logits.split(fisher.ROWS)])
+    drawn = torch.cat([draw(torch.softmax(part.detach(), -1), generator) for part in logits.split(fisher.ROWS)])
     torch.nn.functional.cross_entropy(logits, drawn[:, 0], reduction="sum").backward()
     return {name: gradient.flatten(0, 1) for name, gradient in gradients.items()}
 
@@ -68,20 +69,6 @@ def test_it_is_that_of_the_whole_models_backward_pass(
         for span, part in zip(spans, scaled.split(96, -1), strict=True):
             products = part.t() @ part / WINDOWS.numel()
             torch.testing.assert_close(span.double(), products, rtol=1e-3, atol=1e-5 * float(products.abs().max()))
-
-
-def test_tokens_are_drawn_as_often_as_they_are_likely_and_never_where_they_are_not() -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(50, generator=generator) * 2
-    logits[[0, 7, 8, 49]] = -torch.inf
-    probabilities = torch.softmax(logits, -1)
-    drawn = fisher.draw(probabilities.expand(40_000, -1), generator)
-    assert drawn.shape == (40_000, 1)
-    counts = torch.bincount(drawn[:, 0], minlength=50)
-    assert not counts[[0, 7, 8, 49]].any()
-    # Pearson's statistic has 45 degrees of freedom: 80 has a probability of .001.
-    expected = (probabilities * 40_000)[probabilities > 0]
-    assert float(((counts[probabilities > 0] - expected).square() / expected).sum()) < 80
 
 
 @pytest.mark.parametrize("writes", range(7))

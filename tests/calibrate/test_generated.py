@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import GenerationConfig, PreTrainedModel
 
 from calibrate import generated
 from calibrate.generated import Generation, batch_sizes, first_tokens, generate
@@ -58,6 +59,22 @@ def test_the_seed_decides_and_nothing_else_of_torchs_generator_is_used(checkpoin
     assert torch.equal(generate(checkpoint, WANTED, tmp_path / "two"), one)
     assert not torch.equal(generate(checkpoint, replace(WANTED, seed=4), tmp_path / "three"), one)
     assert len({tuple(window) for window in one.tolist()}) == len(one)
+
+
+def test_what_a_checkpoint_prefers_for_its_chats_does_not_count(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = generate(checkpoint, WANTED, tmp_path / "plain")
+
+    def preferring(*arguments: Any) -> PreTrainedModel:
+        model = load_model(*arguments)
+        preferred = GenerationConfig(repetition_penalty=9.0, no_repeat_ngram_size=1, do_sample=True, top_k=2)
+        preferred.eos_token_id = list(range(model.config.vocab_size))
+        model.generation_config = preferred
+        return model
+
+    monkeypatch.setattr(generated, "load_model", preferring)
+    assert torch.equal(generate(checkpoint, WANTED, tmp_path / "preferring"), plain)
 
 
 def test_batches_that_are_there_are_not_written_again(

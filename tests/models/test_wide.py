@@ -81,6 +81,28 @@ def test_attention_and_its_gradients_are_the_fp64_ones_rounded(
         torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=half + 1e-6, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_where_16_bits_multiply_fast_only_a_token_alone_attends_in_fp32(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(wide, "multiplies", lambda dtype: True)
+    generator = torch.Generator().manual_seed(0)
+    module = nn.Module()
+    module.num_key_value_groups, module.is_causal = 3, True  # type: ignore[assignment]
+    key, value = (torch.randn(2, 2, 40, 16, generator=generator).to(dtype) for _ in range(2))
+    for new in (1, 2, 40):
+        query = torch.randn(2, 6, new, 16, generator=generator).to(dtype)
+        mask = torch.ones(new, 40, dtype=torch.bool).tril(40 - new).expand(2, 1, -1, -1) if new > 1 else None
+        found, _ = wide.attend(module, query, key, value, mask, scaling=0.3)
+        theirs, _ = wide.sdpa_attention_forward(module, query, key, value, mask, scaling=0.3)
+        scores = query.double() @ key.double().repeat_interleave(3, 1).mT * 0.3
+        scores = scores if mask is None else scores.masked_fill(~mask, -torch.inf)
+        exact = (scores.softmax(-1) @ value.double().repeat_interleave(3, 1)).transpose(1, 2)
+        rounded = torch.allclose(found.double(), exact, rtol=0.5 * torch.finfo(dtype).eps + 1e-6, atol=1e-6)
+        assert rounded == (new == 1)
+        assert torch.equal(found, theirs) == (new > 1)
+
+
 def test_a_models_attention_is_the_same_function_in_fp32(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The mask of a padded batch included, which transformers makes by the attention's name."""
     checkpoint = Folder(tiny_checkpoint(tmp_path))
@@ -89,6 +111,8 @@ def test_a_models_attention_is_the_same_function_in_fp32(monkeypatch: pytest.Mon
     padded[1, :5] = 0
     logits = []
     for slow in (True, False):
+        # Of fp32, so that both ways come to the same.
+        monkeypatch.setattr(wide, "NARROW", (torch.float32,) if slow else ())
         monkeypatch.setattr(wide, "multiplies", lambda dtype, slow=slow: not slow)
         model = load_model(checkpoint, torch.float32)
         assert (model.config._attn_implementation == wide.ATTENTION) == slow
@@ -97,10 +121,12 @@ def test_a_models_attention_is_the_same_function_in_fp32(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize(("given", "found"), [("sdpa", wide.ATTENTION), ("eager", "eager")])
 def test_only_torchs_own_attention_is_replaced(
-    narrow: None, model_type: str, given: str, found: str, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, model_type: str, given: str, found: str, fast: bool, tmp_path: Path
 ) -> None:
+    monkeypatch.setattr(wide, "multiplies", lambda dtype: fast or dtype not in DTYPES)
     checkpoint = Folder(tiny_checkpoint(tmp_path, model_type))
     assert skeleton(checkpoint, torch.bfloat16, given).config._attn_implementation == found
     assert skeleton(checkpoint, torch.float32, given).config._attn_implementation == given
