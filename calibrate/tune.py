@@ -52,7 +52,7 @@ class Training:
     steps: int = 160
     rounds: int = 3
     tokens: int = 1024
-    learning_rate: float = 2e-3
+    learning_rate: float = 5e-4
     every: int = 20
     held_out: int = 8
     seed: int = 0

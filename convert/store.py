@@ -19,7 +19,7 @@ from models.files import replace_file, to_json
 # Raised when a stage's code changes what it computes, so that older results are not taken for its own.
 STAGE_VERSIONS = {
     "generated": 2,
-    "calibrate": 5,
+    "calibrate": 6,
     "fisher": 3,
     "sensitivity": 1,
     "observe": 1,
