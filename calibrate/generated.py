@@ -131,7 +131,8 @@ def _sample(
             raise BadInput(f"calibration: generated: logits that are not finite in {wanted.dtype}, of finite weights")
         return torch.full_like(logits, -torch.inf).scatter_(1, draw(probabilities, generator), 0.0)
 
-    # In place of what the checkpoint prefers, of which transformers takes what is not said here.
+    # In place of what the checkpoint prefers: transformers takes from there what is None here, and would fill a window
+    # with padding behind the first end of a text.
     model.generation_config = GenerationConfig(
         do_sample=False,
         max_new_tokens=wanted.length - len(wanted.first) * wanted.keeps_first,

@@ -61,16 +61,18 @@ def test_the_seed_decides_and_nothing_else_of_torchs_generator_is_used(checkpoin
     assert len({tuple(window) for window in one.tolist()}) == len(one)
 
 
+@pytest.mark.parametrize(
+    "preferred", [{"eos_token_id": list(range(4, 4000))}, {"repetition_penalty": 9.0}, {"do_sample": True, "top_k": 2}]
+)
 def test_what_a_checkpoint_prefers_for_its_chats_does_not_count(
-    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preferred: dict[str, Any]
 ) -> None:
+    """An end of text among it, behind which transformers would fill the window with padding."""
     plain = generate(checkpoint, WANTED, tmp_path / "plain")
 
     def preferring(*arguments: Any) -> PreTrainedModel:
         model = load_model(*arguments)
-        preferred = GenerationConfig(repetition_penalty=9.0, no_repeat_ngram_size=1, do_sample=True, top_k=2)
-        preferred.eos_token_id = list(range(model.config.vocab_size))
-        model.generation_config = preferred
+        model.generation_config = GenerationConfig(**preferred)
         return model
 
     monkeypatch.setattr(generated, "load_model", preferring)
