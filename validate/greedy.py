@@ -67,6 +67,9 @@ def continue_greedily(
         do_sample=False,
         num_beams=1,
         use_cache=True,
+        # Checkpoints for chats prefer others, which no scoring of text knows.
+        repetition_penalty=1.0,
+        no_repeat_ngram_size=0,
         eos_token_id=None,
         pad_token_id=0,
         stopping_criteria=StoppingCriteriaList([watch]),

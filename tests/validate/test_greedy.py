@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
-from models.checkpoint import Folder
+from models.checkpoint import Checkpoint, Folder
 from models.skeleton import load_model
 from tests.helpers import MODEL_TYPES, tiny_checkpoint, tokens
+from validate import greedy
+from validate.engines.workers.torch_session import TorchSession
 from validate.greedy import Continuations, Divergence, continue_greedily, divergences
 
 
@@ -53,3 +56,24 @@ def test_the_end_of_text_does_not_end_a_continuation(tmp_path: Path) -> None:
     stopped = continue_greedily(other, prompts, 5, torch.float32)
     assert torch.equal(stopped.tokens, free.tokens)
     assert stopped.margins.shape == (2, 5)
+
+
+@pytest.mark.parametrize("preferred", [{"repetition_penalty": 9.0}, {"no_repeat_ngram_size": 1}])
+def test_what_a_checkpoint_prefers_for_its_chats_changes_no_continuation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preferred: dict[str, float]
+) -> None:
+    """Neither ours nor that of an engine that loads transformers' models."""
+    source, prompts = Folder(tiny_checkpoint(tmp_path, "llama")), tokens(4, 20)
+    plain = continue_greedily(source, prompts, 20, torch.float32)
+
+    def preferring(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
+        model = load_model(checkpoint, dtype)
+        model.generation_config.update(**preferred)
+        return model
+
+    monkeypatch.setattr(greedy, "load_model", preferring)
+    model = preferring(source, torch.float32)
+    changed = model.generate(prompts, max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert not torch.equal(changed[:, 20:], plain.tokens)
+    assert torch.equal(continue_greedily(source, prompts, 20, torch.float32).tokens, plain.tokens)
+    assert torch.equal(TorchSession(model).continue_greedily(prompts, 20), plain.tokens)

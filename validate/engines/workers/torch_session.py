@@ -29,6 +29,9 @@ class TorchSession:
             min_new_tokens=tokens,
             do_sample=False,
             num_beams=1,
+            # Checkpoints for chats prefer others, which no scoring of text knows.
+            repetition_penalty=1.0,
+            no_repeat_ngram_size=0,
             eos_token_id=None,
             pad_token_id=0,
         )
