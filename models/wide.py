@@ -1,9 +1,9 @@
 """Linears and attention of 16-bit numbers where torch's own are slow: their products in fp32, rounded once.
 
 Where oneDNN has no product for the dtype, torch's own loops are several times slower than fp32; and the attention of
-one new token is so on every processor (measured by `tests/benchmarks/wide.py`). Linears sum in fp32 both ways, so that
-only the order of the sum differs; torch's attention of 16-bit numbers rounds its weights to 16 bits too, which this one
-does not.
+one new token is so with AVX-512's products too (measured by `tests/benchmarks/wide.py`; not with AMX). Linears sum in
+fp32 both ways, so that only the order of the sum differs; torch's attention of 16-bit numbers rounds its weights to 16
+bits too, which this one does not.
 """
 
 from __future__ import annotations

@@ -61,9 +61,7 @@ def test_the_seed_decides_and_nothing_else_of_torchs_generator_is_used(checkpoin
     assert len({tuple(window) for window in one.tolist()}) == len(one)
 
 
-@pytest.mark.parametrize(
-    "preferred", [{"eos_token_id": list(range(4, 4000))}, {"repetition_penalty": 9.0}, {"do_sample": True, "top_k": 2}]
-)
+@pytest.mark.parametrize("preferred", [{"eos_token_id": list(range(4, 4000))}, {"repetition_penalty": 9.0}])
 def test_what_a_checkpoint_prefers_for_its_chats_does_not_count(
     checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preferred: dict[str, Any]
 ) -> None:
